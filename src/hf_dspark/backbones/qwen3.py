@@ -1,0 +1,77 @@
+"""The default backbone: Qwen3 decoder layers (per-head q/k norm, SwiGLU), used for any dense decoder-only target."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+
+from ..configuration_dspark import DSparkConfig
+from .attention import apply_rope, block_attention
+
+RopeTables = tuple[torch.Tensor, torch.Tensor]  # cos, sin [..., S, hd]
+
+
+class Qwen3DraftAttention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same projections."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5
+        heads, kv_heads, bias = config.num_attention_heads, config.num_draft_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, states: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """`states` [..., S, H] → keys (normed, rotated) and values, each [..., S, kv_heads, hd]."""
+        heads_shape = (*states.shape[:-1], -1, self.head_dim)
+        key = apply_rope(self.k_norm(self.k_proj(states).view(heads_shape)), *rope)
+        return key, self.v_proj(states).view(heads_shape)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rope: RopeTables,
+        context_key: torch.Tensor,
+        context_value: torch.Tensor,
+        context_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
+        query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
+        key, value = self.keys_values(states, rope)
+        out = block_attention(query, context_key, context_value, key, value, self.scaling, context_mask)
+        return self.o_proj(out)
+
+
+class Qwen3DraftLayer(nn.Module):
+    """A pre-norm decoder layer. `ctx` enters its attention as keys and values only, and is not input-layernormed."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.self_attn = Qwen3DraftAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the context features `ctx` [B, T, H], each [B, kv_heads, T, hd]."""
+        key, value = self.self_attn.keys_values(ctx, rope)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        rope: RopeTables,
+        context_key: torch.Tensor,
+        context_value: torch.Tensor,
+        context_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
+        attention = self.self_attn(self.input_layernorm(states), rope, context_key, context_value, context_mask)
+        states = states + attention
+        return states + self.mlp(self.post_attention_layernorm(states))

@@ -1,0 +1,448 @@
+"""`DSparkDraftModel`: feature fusion, backbone, heads, and the pieces of drafting one block (paper §3.1, DESIGN §4)."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.utils import ModelOutput
+
+from .backbones import draft_layer, draft_norm
+from .configuration_dspark import DSparkConfig
+from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
+from .heads import ConfidenceHead, MarkovHead
+
+_COMPARED_ROWS = 64  # rows of two vocabulary tables compared before they are compared in full
+
+
+@dataclass
+class DSparkDraftOutput(ModelOutput):
+    """What one training forward gives for A blocks of n predicting slots per sequence.
+
+    Attributes:
+        hidden_states: [B, A, n, H], the backbone output h of every predicting slot (after the final norm).
+        markov_latents: [B, A, n, r], m; the slot's draft logits are `base_logits(h) + markov_head.markov_w2(m)`.
+            `None` with `markov_rank=0`.
+        confidence_logits: fp32 [B, A, n], the logit of c_k; `None` without a confidence head.
+    """
+
+    hidden_states: torch.Tensor | None = None
+    markov_latents: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+
+
+class ContextKV(NamedTuple):
+    """One layer's context keys and values, each [B, kv_heads, T, hd]; the training twin of a cache layer."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class DSparkDraftModel(PreTrainedModel):
+    """A DSpark draft model. Pass it to `target.generate(..., assistant_model=draft)`.
+
+    It holds what is its own: feature fusion, backbone, sequential head, confidence head. Embedding and output head are
+    the target's, called as modules, unless the checkpoint's own tables differ from them. The target is held outside
+    the module tree by a weak reference, bound by `target=` here or at the first `generate`.
+
+    Attributes:
+        last_stats (`GenerationStats`): what the last `generate` call did; `None` before the first.
+        generation_config (`GenerationConfig`): the draft's own; `num_assistant_tokens` (a cap on the drafts per round)
+            and `assistant_confidence_threshold` are unset, which means γ and off.
+    """
+
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "features"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Qwen3DraftLayer", "Gemma4DraftLayer"]
+    _supports_sdpa = True
+
+    def __init__(self, config: DSparkConfig, own_embed_tokens: bool = False, own_lm_head: bool = False):
+        """`own_embed_tokens`, `own_lm_head`: whether the checkpoint holds its own tables (a reduced draft vocabulary
+        always owns its head)."""
+        super().__init__(config)
+        self._target_ref: weakref.ref | None = None
+        self.last_stats = None
+        self.generation_config = GenerationConfig()
+        own_lm_head = own_lm_head or config.draft_vocab_size < config.vocab_size
+        self.embed_tokens: nn.Embedding | None = None
+        if own_embed_tokens and config.backbone == "gemma4":
+            self.embed_tokens = Gemma4TextScaledWordEmbedding(
+                config.vocab_size, config.hidden_size, None, embed_scale=config.hidden_size**0.5
+            )
+        elif own_embed_tokens:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = draft_norm(config)
+        self.layers = nn.ModuleList(draft_layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = draft_norm(config)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_lm_head else None
+        if config.draft_vocab_size < config.vocab_size:
+            # Offsets: target id = draft id + d2t[draft id]. All zero means "the first ids".
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    # ------------------------------------------------------------------------------------------------------------
+    # The target and the two shared tables
+    # ------------------------------------------------------------------------------------------------------------
+    @property
+    def target(self) -> PreTrainedModel:
+        """The bound target.
+
+        Raises:
+            DSparkTargetError: none is bound, or it was deleted.
+        """
+        target = self._target_ref() if self._target_ref is not None else None
+        if target is None:
+            raise DSparkTargetError(
+                "This draft model needs its target's embedding and output head, but no target is bound. Pass "
+                "`target=` to `from_pretrained`, call `draft.bind_target(target)`, or run `target.generate(..., "
+                "assistant_model=draft)`."
+            )
+        return target
+
+    def bind_target(self, target: PreTrainedModel) -> None:
+        """Binds the model whose tables are borrowed, after checking that the pair fits.
+
+        A table of the draft's own that equals the target's is dropped, one that differs is kept.
+
+        Raises:
+            DSparkTargetError: vocabulary, depth or width do not fit; the message has both values.
+        """
+        if self._target_ref is not None and self._target_ref() is target:
+            return
+        text = target.config.get_text_config(decoder=True)
+        pairs = (
+            ("vocab_size", text.vocab_size, self.config.vocab_size),
+            ("num_hidden_layers", text.num_hidden_layers, self.config.num_target_layers),
+            ("hidden_size", text.hidden_size, self.config.target_hidden_size),
+        )
+        wrong = [f"{name} {theirs} (the draft was made for {ours})" for name, theirs, ours in pairs if theirs != ours]
+        if not wrong and text.hidden_size != self.config.hidden_size and (self.embed_tokens is None or self.lm_head is None):
+            wrong = [f"hidden_size {text.hidden_size}, and the draft ({self.config.hidden_size}) has no tables of its own"]
+        if wrong:
+            made_for = self.config.target_model_name_or_path
+            hint = f" It was trained for {made_for!r}: load that one." if made_for else ""
+            raise DSparkTargetError(
+                f"{type(target).__name__} {target.config.name_or_path!r} does not fit this draft model: "
+                f"{'; '.join(wrong)}.{hint}"
+            )
+        if self.embed_tokens is not None and _tables_equal(self.embed_tokens, target.get_input_embeddings()):
+            self.embed_tokens = None
+        full_vocab = self.config.draft_vocab_size == self.config.vocab_size
+        if self.lm_head is not None and full_vocab and _tables_equal(self.lm_head, target.get_output_embeddings()):
+            self.lm_head = None
+        self._target_ref = weakref.ref(target)
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The draft's own embedding, or `None` when it borrows the target's."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The draft's own head, or `None` when it borrows the target's."""
+        return self.lm_head
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeds int64 ids [...] → [..., H] in the draft's dtype, on the draft's device."""
+        table = self.embed_tokens if self.embed_tokens is not None else self.target.get_input_embeddings()
+        return table(ids.to(_device_of(table, ids.device))).to(device=self.device, dtype=self.dtype)
+
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """U: the target's whole head map (head, logit scale, soft-cap) on `hidden` [..., H] → [..., Vd]."""
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden)
+        else:
+            logits = head_logits(self.target, hidden).to(hidden.device)
+        return self.scale_and_cap(logits)
+
+    def scale_and_cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the target does to its head's output: logit scale, then tanh soft-cap."""
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @property
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """int64 [Vd]: the target id of every draft id; `None` when the two vocabularies are the same."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Drafting one block
+    # ------------------------------------------------------------------------------------------------------------
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Context features [B, T, L·Ht] (tapped states, concatenated in the order of the ids) → ctx [B, T, H]."""
+        return self.hidden_norm(self.fc(features.to(device=self.fc.weight.device, dtype=self.dtype)))
+
+    def extend_context(self, cache: DynamicCache, features: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Appends verified tokens to the draft's context, which keeps context keys and values only.
+
+        Args:
+            cache: the draft's context; one entry per draft layer.
+            features: [B, T, L·Ht], the target's tapped states of T verified tokens.
+            position_ids: int64 [B, T], their absolute positions.
+        """
+        ctx = self.fuse(features)  # [B, T, H]
+        rope = self.rotary_emb(ctx, position_ids.to(ctx.device))
+        for i, layer in enumerate(self.layers):
+            cache.update(*layer.context_keys_values(ctx, rope), i)
+
+    def start_block(
+        self, cache: DynamicCache, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The backbone on one block: anchor, then γ-1 mask tokens.
+
+        Args:
+            cache: the context before the anchor; it is not changed.
+            anchor_ids: int64 [B], the newest token, not yet processed by the target.
+            anchor_positions: int64 [B], the number of tokens before it.
+
+        Returns:
+            [B, n, H], h of the slots that predict (all γ, or the last γ-1 with `sample_from_anchor=False`), and the
+            state for the first `sequential_step` (`None` but for the rnn head in the 1+N layout).
+        """
+        anchors = anchor_ids.to(self.device)
+        hidden = self._backbone(
+            self._block_states(anchors[:, None]), self._block_positions(anchor_positions[:, None]), cache.layers, None
+        )[:, 0]  # [B, γ, H]
+        if self.config.sample_from_anchor:
+            return hidden, None
+        state = None
+        if self.markov_head is not None:  # training unrolls the recurrence over slot 0 too (FORMATS §2.3)
+            _, state = self.markov_head.latent(hidden[:, 0], self.markov_head.markov_w1(anchors), None)
+        return hidden[:, 1:], state
+
+    def sequential_step(
+        self, base_logits: torch.Tensor, hidden: torch.Tensor, previous_ids: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """One step of the sequential stage, for the slot whose base logits and hidden state are given.
+
+        Args:
+            base_logits: [B, Vd].
+            hidden: [B, H].
+            previous_ids: int64 [B], target ids; the anchor for the first step.
+            state: the recurrent state (rnn), `None` at the first step.
+
+        Returns:
+            Draft logits [B, Vd], the Markov embedding e [B, r] (for the confidence head) and the next state.
+        """
+        if self.markov_head is None:
+            return base_logits, None, None
+        embedding = self.markov_head.markov_w1(previous_ids)
+        latent, state = self.markov_head.latent(hidden, embedding, state)
+        return base_logits + self.markov_head.markov_w2(latent), embedding, state
+
+    def _block_states(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [B, A] → embedded blocks [B, A, γ, H]."""
+        masks = anchor_ids.new_full((*anchor_ids.shape, self.config.block_size - 1), self.config.mask_token_id)
+        return self.embed(torch.cat([anchor_ids[..., None], masks], dim=-1))
+
+    def _block_positions(self, anchor_positions: torch.Tensor) -> torch.Tensor:
+        """int64 [B, A] → positions of the block slots, [B, A, γ]."""
+        return anchor_positions[..., None].to(self.device) + torch.arange(self.config.block_size, device=self.device)
+
+    def _backbone(
+        self, states: torch.Tensor, positions: torch.Tensor, context: list, context_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, A, γ, H] and int64 [B, A, γ] → [B, A, γ, H]. `context[i]` holds layer i's `.keys` and `.values`."""
+        batch, blocks, block_size, _ = states.shape
+        cos, sin = self.rotary_emb(states, positions.reshape(batch, blocks * block_size))
+        rope = (cos.view(batch, blocks, block_size, -1), sin.view(batch, blocks, block_size, -1))
+        for layer, kv in zip(self.layers, context):
+            states = layer(states, rope, kv.keys, kv.values, context_mask)
+        return self.norm(states)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Training
+    # ------------------------------------------------------------------------------------------------------------
+    def forward(
+        self,
+        features: torch.Tensor,
+        input_ids: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> DSparkDraftOutput:
+        """All blocks of a batch at once, teacher-forced (paper §3.3, DESIGN §8).
+
+        A block attends to the context before its anchor and to itself; the sequential head sees the true previous
+        tokens, so the token after each anchor, and so on, must be in `input_ids`. Slots past the end of the sequence
+        are computed on clamped tokens and must be masked by the caller.
+
+        Args:
+            features: [B, T, L·Ht], the target's tapped states.
+            input_ids: int64 [B, T].
+            anchor_positions: int64 [B, A], indices into the sequence.
+            position_ids: int64 [B, T]; 0..T-1 by default.
+            attention_mask: [B, T], 0 at padding; all ones by default.
+        """
+        batch, length = input_ids.shape
+        if position_ids is None:
+            position_ids = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        ctx = self.fuse(features)
+        rope = self.rotary_emb(ctx, position_ids)
+        context = [ContextKV(*layer.context_keys_values(ctx, rope)) for layer in self.layers]
+        index = torch.arange(length, device=input_ids.device)
+        visible = index[None, None, :] < anchor_positions[:, :, None]  # [B, A, T]
+        if attention_mask is not None:
+            visible = visible & attention_mask[:, None, :].bool()
+
+        steps = torch.arange(self.config.block_size, device=input_ids.device)
+        anchor_ids = input_ids.gather(1, anchor_positions)  # [B, A]
+        states = self._block_states(anchor_ids)  # [B, A, γ, H]
+        positions = self._block_positions(position_ids.gather(1, anchor_positions))
+        hidden = self._backbone(states, positions, context, visible)  # [B, A, γ, H]
+
+        # Slot k predicts token anchor+k+1 and follows token anchor+k; in the 1+N layout slot k predicts anchor+k and
+        # slot 0, which predicts nothing, is unrolled with the anchor as its previous token.
+        offset = steps if self.config.sample_from_anchor else (steps - 1).clamp(min=0)
+        previous = (anchor_positions[:, :, None] + offset).clamp(max=length - 1)  # [B, A, γ]
+        previous_ids = input_ids.gather(1, previous.flatten(1)).view_as(previous)
+        latents = embedding = confidence = None
+        if self.markov_head is not None:
+            latents, embedding = self.markov_head.teacher_forced(hidden, previous_ids)
+        if self.confidence_head is not None:
+            confidence = self.confidence_head(hidden, embedding)
+        first = 0 if self.config.sample_from_anchor else 1
+        return DSparkDraftOutput(
+            hidden_states=hidden[:, :, first:],
+            markov_latents=None if latents is None else latents[:, :, first:],
+            confidence_logits=None if confidence is None else confidence[:, :, first:],
+        )
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Building, loading, saving
+    # ------------------------------------------------------------------------------------------------------------
+    @classmethod
+    def for_target(
+        cls, target: PreTrainedModel, draft_token_ids: torch.Tensor | None = None, **config_kwargs: Any
+    ) -> DSparkDraftModel:
+        """A new, untrained draft model for `target`, bound to it, on the device of its output head, in fp32.
+
+        Args:
+            target: a decoder-only causal language model.
+            draft_token_ids: int64 [Vd], ascending target ids of a reduced output vocabulary (with
+                `draft_vocab_size=Vd`); the draft then owns a copy of those rows of the target's head.
+            config_kwargs: fields of [`DSparkConfig`], such as `num_hidden_layers`, `block_size`, `target_layer_ids`.
+
+        Raises:
+            DSparkConfigError: a field is wrong, or `draft_token_ids` does not fit `draft_vocab_size`.
+        """
+        if draft_token_ids is not None:
+            config_kwargs.setdefault("draft_vocab_size", len(draft_token_ids))
+        draft = cls(DSparkConfig.for_target(target.config, **config_kwargs))
+        draft.bind_target(target)
+        if draft.lm_head is not None:
+            draft._copy_head_rows(target, draft_token_ids)
+        head = target.get_output_embeddings()
+        return draft.to(_device_of(head, target.device))
+
+    @torch.no_grad()
+    def _copy_head_rows(self, target: PreTrainedModel, draft_token_ids: torch.Tensor | None) -> None:
+        size, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
+        ids = torch.arange(size) if draft_token_ids is None else draft_token_ids.cpu()
+        if len(ids) != size or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+            raise DSparkConfigError(
+                f"draft_token_ids has {len(ids)} ids from {int(ids[0])} to {int(ids[-1])}, but must have "
+                f"draft_vocab_size ({size}) ascending, distinct ids below vocab_size ({vocab_size})."
+            )
+        self.d2t.copy_(ids - torch.arange(size))
+        # Through the module, so that a quantised head gives its rows as well: W = head(I)ᵀ.
+        identity = torch.eye(self.config.hidden_size, dtype=target.dtype)
+        rows = head_logits(target, identity)  # [H, V]
+        self.lm_head.weight.copy_(rows.T[ids.to(rows.device)])
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
+    ) -> DSparkDraftModel:
+        """Loads a draft model from a folder or the Hub: this package's own layout, or DeepSpec's.
+
+        Args:
+            pretrained_model_name_or_path: a folder, or a Hub id.
+            target: the model it is for; binding it here drops the checkpoint's copies of the target's tables and
+                moves the draft to the device of the target's output head, unless `device_map` is given.
+            kwargs: those of `PreTrainedModel.from_pretrained` (`revision`, `subfolder`, `token`, `cache_dir`,
+                `local_files_only`, `dtype`, `device_map`, …). The dtype is the checkpoint's unless given.
+
+        Raises:
+            DSparkCheckpointError: the layout is not one of the two (the message names it), a file is missing, or
+                tensors are missing, unexpected or of the wrong shape (the message lists them).
+            DSparkTargetError: `target` does not fit.
+        """
+        from .checkpoints import read_checkpoint
+
+        kwargs.pop("config", None)  # given by AutoModel; the raw file is what decides the layout
+        with_info = kwargs.pop("output_loading_info", False)
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
+        kwargs.setdefault("dtype", "auto")
+        draft, info = super().from_pretrained(
+            pretrained_model_name_or_path,
+            *args,
+            config=checkpoint.config,
+            own_embed_tokens="embed_tokens.weight" in checkpoint.tensor_names,
+            own_lm_head="lm_head.weight" in checkpoint.tensor_names,
+            output_loading_info=True,
+            **kwargs,
+        )
+        wrong = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+        if any(wrong.values()):
+            listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+            raise DSparkCheckpointError(
+                f"{pretrained_model_name_or_path}: the tensors do not fit its config.json ({listed}). The file is "
+                "incomplete, or config.json does not belong to it."
+            )
+        if checkpoint.generation_config is not None:
+            draft.generation_config = checkpoint.generation_config
+        if target is not None:
+            draft.bind_target(target)
+            if kwargs.get("device_map") is None:
+                draft.to(_device_of(target.get_output_embeddings(), target.device))
+        return (draft, info) if with_info else draft
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Writes config.json, generation_config.json and the draft's own tensors; never a table of the target's."""
+        super().save_pretrained(save_directory, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles without the target, which cannot be held by reference across processes."""
+        return {**self.__dict__, "_target_ref": None}
+
+
+def head_logits(target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """The target's output head, called as a module on `hidden` [..., H], without logit scale or soft-cap."""
+    head = target.get_output_embeddings()
+    return head(hidden.to(device=_device_of(head, hidden.device), dtype=target.dtype))
+
+
+def _device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """The device a module computes on; offloaded ("meta") weights are placed by accelerate's hooks: `default`."""
+    parameter = next(module.parameters(), None)
+    return default if parameter is None or parameter.device.type == "meta" else parameter.device
+
+
+def _tables_equal(own: nn.Module, theirs: nn.Module) -> bool:
+    """Whether two vocabulary tables hold the same numbers in the dtype of `own`. Quantised tables never do."""
+    a, b = own.weight, getattr(theirs, "weight", None)
+    if b is None or b.shape != a.shape or not b.is_floating_point() or b.device.type == "meta" or a.device.type == "meta":
+        return False
+    rows = torch.randint(len(a), (_COMPARED_ROWS,), generator=torch.Generator().manual_seed(0))
+    for index in (rows, slice(None)):  # a few rows first: two different tables are told apart at once
+        if not torch.equal(a[index], b[index].to(device=a.device, dtype=a.dtype)):
+            return False
+    return True
