@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from .backbones import draft_layer, draft_norm
 from .configuration_dspark import DSparkConfig
 from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
 from .heads import ConfidenceHead, MarkovHead
+
+if TYPE_CHECKING:
+    from .generation.stats import GenerationStats
 
 _COMPARED_ROWS = 64  # rows of two vocabulary tables compared before they are compared in full
 
@@ -70,7 +73,7 @@ class DSparkDraftModel(PreTrainedModel):
         always owns its head)."""
         super().__init__(config)
         self._target_ref: weakref.ref | None = None
-        self.last_stats = None
+        self.last_stats: GenerationStats | None = None
         self.generation_config = GenerationConfig()
         own_lm_head = own_lm_head or config.draft_vocab_size < config.vocab_size
         self.embed_tokens: nn.Embedding | None = None

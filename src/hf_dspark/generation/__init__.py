@@ -1,1 +1,1 @@
-
+"""Decoding: the seam with transformers, the loop, verification and statistics."""

@@ -1,0 +1,306 @@
+"""The decoding loop behind `target.generate(..., assistant_model=draft)` (DESIGN §6; paper §2 and §3.1).
+
+The host's own assisted loop is not entered: it shows processors tokens that are refused later, looks at stopping
+criteria only where a block ends, and feeds the prompt again when a cache already holds it. Here a round is: draft, one
+forward on ℓ+1 rows, and then one committed token after the other: processors, choice or accept/refuse, stopping
+criteria, streamer; at its end one crop of the cache.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from ..candidate_generator import ROW_WISE_PROCESSORS, DraftBlock, DSparkCandidateGenerator
+from ..errors import DSparkGenerationError, DSparkTargetError
+from .capture import captured_prefill
+from .outputs import OutputRecorder
+from .stats import GenerationStats
+from .verification import Verdict, verify_greedy, verify_one, verify_sampled
+
+
+class Host(Protocol):
+    """The target and those of its private methods that the loop needs, under public names (see `seam.py`)."""
+
+    target: Any
+
+    def prefill(self, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+        """The host's prefill: user-made caches, embeddings, chunks."""
+
+    def advance(self, model_kwargs: dict[str, Any], count: int, outputs: Any = None) -> dict[str, Any]:
+        """The model inputs, extended by `count` tokens."""
+
+    def decode_forward(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Any:
+        """The callable for the rounds' forwards, compiled where the host would."""
+
+    def decoding(self) -> Any:
+        """The host's context manager around its decoding steps."""
+
+    def unfinished(self, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Whether to go on; with `synced_gpus`, whether any rank has to."""
+
+
+class DecodingLoop:
+    """One `generate` call of one sequence."""
+
+    def __init__(
+        self,
+        host: Host,
+        generator: DSparkCandidateGenerator,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ):
+        self.host, self.generator = host, generator
+        self.ids = input_ids  # int64 [1, T], the committed text
+        self.processors: Any = logits_processor
+        self.criteria: Any = stopping_criteria
+        self.config = generation_config
+        self.synced_gpus, self.streamer = synced_gpus, streamer
+        self.model_kwargs = model_kwargs
+        self.recorder = OutputRecorder(generation_config)
+        self.stats = GenerationStats()
+        self.finished = False
+        self.do_sample = bool(generation_config.do_sample)
+        self.row_wise = all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
+        # Length and eos are decided on the host's own copy of the ids; any other criterion sees every prefix.
+        self.plain_stops = all(
+            type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria
+        )
+        self.max_length = min(
+            (criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)),
+            default=None,
+        )
+        self.eos_ids = {
+            token for criterion in stopping_criteria if type(criterion) is EosTokenCriteria
+            for token in criterion.eos_token_id.tolist()
+        }  # fmt: skip
+        self._start = input_ids.shape[1]
+        self._first_anchor = torch.zeros(1, dtype=torch.long)
+
+    @property
+    def cache(self) -> Cache:
+        """The target's cache; it holds all of the committed text but its last token."""
+        return self.model_kwargs["cache"]
+
+    def run(self) -> Any:
+        """Prefill and rounds; returns what plain `generate` returns."""
+        user_hidden_states = self.model_kwargs.get("output_hidden_states")
+        tapped = self.generator.model_kwargs_overrides["output_hidden_states"]
+        self.model_kwargs["output_hidden_states"] = self.recorder.requested_hidden_states(tapped)
+        try:
+            self._prefill()
+            # After the prefill: recording during it would keep the whole prompt in every sliding layer.
+            self.cache.activate_past_recording()
+            forward = self.host.decode_forward(self.config, self.model_kwargs)
+            with self.host.decoding():
+                while self.host.unfinished(self.finished, self.synced_gpus, self.ids.device):
+                    if self.finished:  # only with synced_gpus: the other ranks need this rank's forward, nothing else
+                        self._forward(forward, None)
+                        self.cache.crop(-1)
+                        continue
+                    self._round(forward)
+                    if self.generator.failure is not None:
+                        self.model_kwargs["output_hidden_states"] = user_hidden_states
+        finally:
+            for layer in self.cache.layers:  # a cache that outlives the call must not keep recording
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.record_past = False
+        if self.streamer is not None:
+            self.streamer.end()
+        self.stats.new_tokens = self.ids.shape[1] - self._start
+        self.stats.failure = self.generator.failure
+        if self.config.return_dict_in_generate:
+            return self.recorder.result(self.ids, self.cache)
+        return self.ids
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Prefill and rounds
+    # ------------------------------------------------------------------------------------------------------------
+    def _prefill(self) -> None:
+        generator = self.generator
+        with captured_prefill(self.host.target, generator.layer_ids, generator.features) as features:
+            outputs = self.host.prefill(self.ids, self.config, self.model_kwargs)
+        rows = sum(part.shape[1] for part in features)
+        self.model_kwargs["cache"] = outputs.cache
+        positions, real, self._first_anchor = self._prompt_positions(rows)
+        for part, part_positions, part_real in zip(
+            features,
+            positions.split([part.shape[1] for part in features], dim=1),
+            [None] * len(features) if real is None else real.split([part.shape[1] for part in features]),
+        ):
+            if part_real is not None:  # padding has no place in the draft's context
+                part, part_positions = part[:, part_real.to(part.device)], part_positions[:, part_real]
+            generator.observe(part, part_positions)
+        self.stats.context_tokens = generator.context_tokens
+        self.recorder.add_prefill(outputs)
+        self._commit(outputs.logits[:, -1:], None)
+        self.model_kwargs = self.host.advance(self.model_kwargs, 1, outputs)
+
+    def _prompt_positions(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Absolute positions [1, rows] of the tokens just fed, which of them are real, bool [rows] (`None`: all), and
+        the position [1] of the first new token."""
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            mask = None
+        positions = self.model_kwargs.get("position_ids")
+        if positions is None or positions.dim() != 2:  # absent, or one row per axis of an image model
+            if mask is not None:
+                positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            else:
+                positions = torch.arange(int(self.cache.get_seq_length()), device=self.ids.device)[None]
+        real = None if mask is None else mask[0, -rows:] != 0
+        return positions[:, -rows:], real, positions[0, -1:] + 1
+
+    def _round(self, forward: Any) -> None:
+        started = perf_counter()
+        anchor_position = self._first_anchor + (self.ids.shape[1] - self._start - 1)
+        budget = None if self.max_length is None else self.max_length - self.ids.shape[1] - 1
+        if self.synced_gpus:
+            # The draft borrows modules whose weights are gathered from all ranks, and ranks draft differently.
+            block = self.generator.empty_block(self.ids, "synced_gpus")
+        else:
+            block = self.generator.propose(self.ids, anchor_position, budget)
+        drafted = perf_counter()
+        outputs = self._forward(forward, block)
+        length = block.length
+        count, accepted, proposed = self._commit(outputs.logits[:, -length - 1 :], block)
+        verified = perf_counter()
+        self.recorder.add_rows(outputs, count, self.host.target, self.cache)
+        self.cache.crop(count - length - 1)
+        if self.generator.failure is None:
+            features = self.generator.features(tuple(h if h is None else h[:, :count] for h in outputs.hidden_states))
+            offsets = torch.arange(count, device=anchor_position.device)
+            self.generator.observe(features, (anchor_position + offsets)[None])
+        self.model_kwargs = self.host.advance(self.model_kwargs, count, outputs)
+        self.stats.draft_seconds += drafted - started
+        self.stats.verify_seconds += verified - drafted
+        reason = block.reason if proposed == length else "NaN logits"
+        self.stats.add_round(proposed, accepted, block.scheduled, reason)
+
+    def _forward(self, forward: Any, block: DraftBlock | None) -> Any:
+        """The target on the anchor and the drafts of `block`."""
+        length = 0 if block is None else block.length
+        model_kwargs, ids = self.model_kwargs, self.ids
+        if block is not None and length > 0:
+            ids = torch.cat([ids, block.token_ids], dim=1)
+            model_kwargs = self.host.advance(dict(model_kwargs), length)
+        inputs = self.host.target.prepare_inputs_for_generation(ids, next_sequence_length=length + 1, **model_kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = length + 1
+        return forward(**inputs, return_dict=True)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Committing tokens
+    # ------------------------------------------------------------------------------------------------------------
+    def _commit(self, logits: torch.Tensor, block: DraftBlock | None) -> tuple[int, int, int]:
+        """Chooses and commits tokens from the rows `logits` [1, ℓ+1, V], until a refusal, a stop or the last row.
+
+        Returns how many tokens were committed, how many of these are drafts, and how many drafts were proposed.
+        """
+        if self.row_wise:
+            return self._commit_rows(logits[0], block)
+        drafts = [] if block is None else block.token_ids[0].tolist()
+        proposed = 0 if block is None else int(block.usable.sum())
+        q = None if block is None else block.probabilities
+        accepted = 0
+        for i in range(proposed + 1):
+            raw = logits[:, i].to(dtype=torch.float32, device=self.ids.device, copy=True)
+            scores = self.processors(self.ids, raw)
+            draft = drafts[i] if i < proposed else None
+            if self.do_sample:
+                p = scores.softmax(dim=-1)[0]
+                token, is_draft = verify_one(p, draft, None if q is None or draft is None else q[i])
+            else:
+                token = int(scores.max(dim=-1).indices)
+                is_draft = token == draft
+            self.recorder.add_choice(raw, scores)
+            accepted += is_draft
+            self._append([token])
+            self._check_stops(token)
+            if self.finished or not is_draft:
+                break
+        return i + 1, accepted, proposed
+
+    def _commit_rows(self, rows: torch.Tensor, block: DraftBlock | None) -> tuple[int, int, int]:
+        """As `_commit`, all rows [ℓ+1, V] at once: no processor looks at more than its row."""
+        device = self.ids.device
+        token_ids = usable = q = None
+        if block is not None and block.length > 0:
+            token_ids, usable, q = block.token_ids[0], block.usable, block.probabilities
+        raw = scores = rows
+        if self.processors or self.do_sample or self.recorder.keeps_rows:
+            raw = rows.to(dtype=torch.float32, device=device, copy=True)
+            scores = self.processors(self.ids, raw)
+        verdict: Verdict
+        if self.do_sample:
+            verdict = verify_sampled(scores.softmax(dim=-1), token_ids, q, usable)
+        else:
+            verdict = verify_greedy(scores, token_ids, usable)
+        if self.plain_stops and not self.recorder.keeps_rows:
+            count = self._count_until_stop(verdict.tokens)
+            self._append(verdict.tokens[:count])
+            return count, min(count, verdict.accepted), verdict.usable
+        count = 0
+        for i, token in enumerate(verdict.tokens):
+            # Copies: a row must not keep its whole round alive.
+            self.recorder.add_choice(raw[i : i + 1].clone(), scores[i : i + 1].clone())
+            self._append([token])
+            self._check_stops(token)
+            count += 1
+            if self.finished:
+                break
+        return count, min(count, verdict.accepted), verdict.usable
+
+    def _count_until_stop(self, tokens: list[int]) -> int:
+        """How many of `tokens` are committed: up to the first end-of-sequence token or the length limit."""
+        room = len(tokens) if self.max_length is None else self.max_length - self.ids.shape[1]
+        for i, token in enumerate(tokens):
+            if token in self.eos_ids or i + 1 >= room:
+                self.finished = token in self.eos_ids or (self.max_length is not None and i + 1 >= room)
+                return i + 1
+        return len(tokens)
+
+    def _check_stops(self, token: int) -> None:
+        if self.plain_stops:
+            self.finished = token in self.eos_ids or self.ids.shape[1] >= (self.max_length or self.ids.shape[1] + 1)
+        else:
+            self.finished = bool(self.criteria(self.ids, self.recorder.scores).all())
+
+    def _append(self, tokens: list[int]) -> None:
+        self.ids = torch.cat([self.ids, torch.tensor([tokens], dtype=self.ids.dtype, device=self.ids.device)], dim=1)
+        if self.streamer is not None:
+            for token in tokens:
+                self.streamer.put(torch.tensor([token]))
+
+
+def check_cache(cache: Cache | None) -> None:
+    """Refuses what a round could not undo, before the prefill.
+
+    Raises:
+        RuntimeError: there is no cache (`use_cache=False`), in the host's words.
+        DSparkTargetError: the target has recurrent layers.
+        DSparkGenerationError: the cache cannot be cropped; its layers are named.
+    """
+    if cache is None:
+        raise RuntimeError("Assisted decoding requires a cache")
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        raise DSparkTargetError(
+            "The target has recurrent (linear-attention) layers, whose state cannot be taken back to before a refused "
+            "draft; generate without `assistant_model`."
+        )
+    if not cache.is_croppable:
+        kinds = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
+        raise DSparkGenerationError(
+            f"A {type(cache).__name__} with {', '.join(kinds)} cannot take back refused drafts; use the default "
+            "dynamic cache with a draft model."
+        )

@@ -1,0 +1,104 @@
+"""`GenerationStats`: what one `generate` call with a draft model did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of one call. The four lists have one entry per round (one target forward after the prefill).
+
+    Attributes:
+        new_tokens: tokens that the call added, the first one (from the prefill) included.
+        proposed: drafts that were verified in each round.
+        accepted: of these, how many were committed to the text, after any cut by a stop inside the block.
+        scheduled: the length ℓ that was decided for each round before drafting it.
+        reasons: what decided it: "full block", "num_assistant_tokens", "length budget", "threshold", "NaN logits",
+            "exception", "no context", "synced_gpus".
+        draft_seconds: wall time of drafting, all rounds; no device synchronisation is added for it.
+        verify_seconds: wall time of the target's forwards and of the decisions, all rounds, without the prefill.
+        paused_rounds: rounds that were plain steps because drafting did not pay.
+        context_tokens: how many tokens of the prompt the draft had features for. Less than the prompt when a
+            user-made cache already held a part of it.
+        failure: the exception that switched drafting off, if any.
+    """
+
+    new_tokens: int = 0
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    scheduled: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    paused_rounds: int = 0
+    context_tokens: int = 0
+    failure: str | None = None
+
+    def add_round(self, proposed: int, accepted: int, scheduled: int, reason: str) -> None:
+        """Records one round."""
+        self.proposed.append(proposed)
+        self.accepted.append(accepted)
+        self.scheduled.append(scheduled)
+        self.reasons.append(reason)
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.proposed)
+
+    @property
+    def accepted_length(self) -> float:
+        """τ = (new tokens - 1) / rounds, the target's own token included; 1 is what plain decoding has."""
+        return (self.new_tokens - 1) / self.rounds if self.rounds else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per proposed draft."""
+        return sum(self.accepted) / sum(self.proposed) if any(self.proposed) else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """For each position k: of the rounds that proposed a draft there, the share in which it was committed."""
+        shares = []
+        for k in range(1, max(self.proposed, default=0) + 1):
+            rounds = [accepted for proposed, accepted in zip(self.proposed, self.accepted) if proposed >= k]
+            shares.append(sum(accepted >= k for accepted in rounds) / len(rounds))
+        return shares
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, derived values included, in types that JSON knows."""
+        return {
+            "new_tokens": self.new_tokens,
+            "rounds": self.rounds,
+            "accepted_length": self.accepted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_position": self.acceptance_by_position,
+            "proposed": list(self.proposed),
+            "accepted": list(self.accepted),
+            "scheduled": list(self.scheduled),
+            "reasons": list(self.reasons),
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "paused_rounds": self.paused_rounds,
+            "context_tokens": self.context_tokens,
+            "failure": self.failure,
+        }
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.new_tokens} new tokens in {self.rounds} rounds after the prefill: accepted length "
+            f"{self.accepted_length:.2f}, {sum(self.accepted)} of {sum(self.proposed)} drafts accepted"
+        )
+        if any(self.proposed):
+            text += f" (by position: {', '.join(f'{share:.2f}' for share in self.acceptance_by_position)})"
+        text += (
+            f". Drafting took {self.draft_seconds:.2f} s, verifying {self.verify_seconds:.2f} s. The draft had "
+            f"features for {self.context_tokens} prompt tokens."
+        )
+        if self.paused_rounds:
+            text += f" Drafting paused for {self.paused_rounds} rounds."
+        if self.failure is not None:
+            text += f" Drafting was switched off by an exception: {self.failure}."
+        return text
