@@ -40,7 +40,7 @@ def read_checkpoint(path_or_id: str | os.PathLike, kwargs: dict[str, Any]) -> Ch
         DSparkCheckpointError: a file is missing, or the layout is another one, which the message names.
     """
     hub_kwargs = {key: kwargs[key] for key in _HUB_KWARGS if key in kwargs}
-    raw = json.loads(_read_text(path_or_id, "config.json", hub_kwargs))
+    raw = _read_config(path_or_id, hub_kwargs)
     names = _tensor_names(path_or_id, hub_kwargs)
     for layout in (dspark, deepspec):
         if layout.recognises(raw, names):
@@ -50,6 +50,17 @@ def read_checkpoint(path_or_id: str | os.PathLike, kwargs: dict[str, Any]) -> Ch
         f"{path_or_id} is {name_foreign_layout(raw, names)}, which this package does not load. It loads its own "
         "layout (model_type 'dspark') and DeepSpec's (Qwen3DSparkModel and Gemma4DSparkModel, dflash_* included)."
     )
+
+
+def _read_config(path_or_id: str | os.PathLike, hub_kwargs: dict[str, Any]) -> dict[str, Any]:
+    text = _read_text(path_or_id, "config.json", hub_kwargs)
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DSparkCheckpointError(f"config.json of {path_or_id} is not JSON: {error}.") from error
+    if not isinstance(raw, dict):
+        raise DSparkCheckpointError(f"config.json of {path_or_id} is a {type(raw).__name__}, not an object.")
+    return raw
 
 
 def _read_text(path_or_id: str | os.PathLike, name: str, hub_kwargs: dict[str, Any]) -> str:

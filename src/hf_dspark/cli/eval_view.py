@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..evaluation.harness import Evaluation, PromptResult
+from ..evaluation.harness import Evaluation, PromptResult, SetResult
 
 _SECONDS_BETWEEN_LINES = 30
 
@@ -58,56 +57,57 @@ class EvaluationProgress:
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """One table per temperature: a row per prompt set and draft model, then the means over the sets."""
+    """Per temperature and draft model one table of drafting and one of speed; rows are the prompt sets and their mean.
+
+    Two, because one would not fit into 80 columns.
+    """
     found = []
-    averages = evaluation.averages()
-    for temperature in dict.fromkeys(result.temperature for result in evaluation.set_results):
-        results = [result for result in evaluation.set_results if result.temperature == temperature]
-        table = Table(box=box.SIMPLE_HEAD, title="Greedy" if temperature == 0 else f"Temperature {temperature:g}")
-        table.add_column("set")
-        table.add_column("draft", overflow="fold")
-        for heading in (
-            *("accepted\nlength", "acceptance\nby position", "plain\ntokens/s", "draft\ntokens/s", "speed-up\ndecode"),
-            *("speed-up\nwhole call", "effi-\nciency", "draft /\nforward"),
-        ):
-            table.add_column(heading, justify="right")
-        if temperature == 0:
-            table.add_column("same\ntext", justify="right")
-        for i, result in enumerate(results):
-            last_of_set = i + 1 == len(results) or results[i + 1].prompt_set != result.prompt_set
-            s = result.summary
-            same = [] if result.identical is None else [_same_text(result.identical, result.ties, result.different)]
-            shares = " ".join("-" if share is None else f"{share:.2f}" for share in s.acceptance_by_position)
-            table.add_row(
-                result.prompt_set,
-                result.draft,
-                _number(s.accepted_length),
-                shares,
-                *_speeds(vars(s)),
-                *same,
-                end_section=last_of_set,
+    for average in evaluation.averages():
+        temperature, draft = average["temperature"], average["draft"]
+        results = [r for r in evaluation.set_results if (r.temperature, r.draft) == (temperature, draft)]
+        mode = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        rows = [(result.prompt_set, vars(result.summary)) for result in results]
+        if len(rows) > 1:
+            rows.append(("mean", average))
+
+        drafting = _table(f"{draft}, {mode}: drafting", "accepted\nlength", "acceptance by\nposition, %")
+        for heading in ("draft time\n/ target's", *(("same text\nas plain",) if temperature == 0 else ())):
+            drafting.add_column(heading, justify="right")
+        texts = [_same_text(result) for result in results] + [""]
+        for (name, row), text in zip(rows, texts):
+            shares = " ".join("-" if s is None else f"{100 * s:.0f}" for s in row.get("acceptance_by_position", ()))
+            cells = [name, _number(row["accepted_length"]), shares, _number(row["draft_share"], ".0%")]
+            drafting.add_row(*cells, *((text,) if temperature == 0 else ()))
+
+        speed = _table(
+            f"{draft}, {mode}: speed (in brackets: per-prompt median)",
+            *("plain\ntokens/s", "draft\ntokens/s", "decode\nspeed-up", "whole call\nspeed-up"),
+            "speed-up /\naccepted",
+        )
+        for name, row in rows:
+            speeds = (_number(row[key], ".1f") for key in ("plain_tokens_per_second", "draft_tokens_per_second"))
+            ratios = (
+                f"{_number(row[key])} ({_number(row['median_' + key])})"
+                for key in ("decode_speedup", "end_to_end_speedup")
             )
-        for row in averages:
-            if row["temperature"] == temperature and len({result.prompt_set for result in results}) > 1:
-                table.add_row("mean", row["draft"], _number(row["accepted_length"]), "", *_speeds(row), style="bold")
-        found.append(table)
+            speed.add_row(name, *speeds, *ratios, _number(row["efficiency"]))
+        found += [drafting, speed]
     return found
 
 
-def _speeds(row: dict[str, Any]) -> list[str]:
-    def with_median(name: str) -> str:
-        return f"{_number(row[name])} ({_number(row['median_' + name])})"
-
-    return [
-        *(_number(row[name], ".1f") for name in ("plain_tokens_per_second", "draft_tokens_per_second")),
-        *(with_median("decode_speedup"), with_median("end_to_end_speedup"), _number(row["efficiency"])),
-        _number(row["draft_share"], ".0%"),
-    ]
+def _table(title: str, *headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    table.add_column("set")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
-def _same_text(identical: int, ties: int, different: int) -> str:
-    text = f"{identical}/{identical + ties + different}"
-    for count, label in ((ties, "tie" if ties == 1 else "ties"), (different, "DIFFERENT")):
+def _same_text(result: SetResult) -> str:
+    if result.identical is None:
+        return ""
+    text = f"{result.identical}/{result.identical + result.ties + result.different}"
+    for count, label in ((result.ties, "tie" if result.ties == 1 else "ties"), (result.different, "DIFFERENT")):
         if count:
             text += f", {count} {label}"
     return text

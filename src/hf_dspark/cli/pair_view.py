@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .pair import PairResult
 
 _TITLES = {PLAIN: "plain generate", "dspark": "with DSpark"}
-_OWN, _DRAFT = "default", "bold green"
+_OWN, _DRAFT = "", "bold green"
 _STACKED_BELOW = 70  # columns; two panels side by side would be too narrow to read
 _FRAMES_PER_SECOND = 8  # drawing takes time from the run it shows, from both alike
 
