@@ -62,6 +62,7 @@ def test_eval_goes_on_after_an_interrupt_and_starts_anew_for_another_limit(
     assert run(*argv) == 130
     partial = Path(f"{out}.partial.jsonl")
     assert partial.exists() and not out.exists()
+    assert "2 prompts are kept" in capsys.readouterr().err
     assert run(*argv) == 0
     assert "2 prompts are done" in capsys.readouterr().err
     assert len(json.loads(out.read_text())["prompts"]) == 3 and not partial.exists()

@@ -116,6 +116,14 @@ def test_a_reader_that_goes_away_is_no_error():
     assert done.returncode == 0 and done.stderr == ""
 
 
+def test_a_missing_extra_is_one_line():
+    argv = ["eval", "--draft", "x/y", "--data", "none"]
+    script = f"import sys; sys.modules['torchmetrics'] = None; from hf_dspark.cli import main; sys.exit(main({argv}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "hf-dspark[eval]" in done.stderr
+
+
 def test_importing_the_package_leaves_the_heavy_parts_alone():
     heavy = ["datasets", "matplotlib", "torchmetrics", "transformers.trainer", "pandas", "gguf"]
     script = f"import sys, hf_dspark, hf_dspark.cli; print([m for m in {heavy} if m in sys.modules])"

@@ -99,8 +99,13 @@ def run(args: argparse.Namespace) -> int:
     if partial:
         log.print(f"Going on from {partial.path}: {len(partial)} prompts are done.", style="dim")
     total = len(settings.temperatures) * sum(len(prompts.conversations) for prompts in prompt_sets)
-    with EvaluationProgress(log, total) as progress:
-        evaluation = evaluate(target, tokenizer, drafts, prompt_sets, settings, partial, progress.advance)
+    try:
+        with EvaluationProgress(log, total) as progress:
+            evaluation = evaluate(target, tokenizer, drafts, prompt_sets, settings, partial, progress.advance)
+    except KeyboardInterrupt:
+        if partial is not None:
+            log.print(f"Interrupted. {len(partial)} prompts are kept; the same command goes on from them.")
+        raise
     console = Console()
     for table in tables(evaluation):
         console.print(table)
