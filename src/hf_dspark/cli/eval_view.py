@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..evaluation.harness import Evaluation, PromptResult, SetResult
+from .pair_view import number
 
 _SECONDS_BETWEEN_LINES = 30
 
@@ -76,7 +77,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
         texts = [_same_text(result) for result in results] + [""]
         for (name, row), text in zip(rows, texts):
             shares = " ".join("-" if s is None else f"{100 * s:.0f}" for s in row.get("acceptance_by_position", ()))
-            cells = [name, _number(row["accepted_length"]), shares, _number(row["draft_share"], ".0%")]
+            cells = [name, number(row["accepted_length"]), shares, number(row["draft_share"], ".0%")]
             drafting.add_row(*cells, *((text,) if temperature == 0 else ()))
 
         speed = _table(
@@ -85,12 +86,12 @@ def tables(evaluation: Evaluation) -> list[Table]:
             "speed-up /\naccepted",
         )
         for name, row in rows:
-            speeds = (_number(row[key], ".1f") for key in ("plain_tokens_per_second", "draft_tokens_per_second"))
+            speeds = (number(row[key], ".1f") for key in ("plain_tokens_per_second", "draft_tokens_per_second"))
             ratios = (
-                f"{_number(row[key])} ({_number(row['median_' + key])})"
+                f"{number(row[key])} ({number(row['median_' + key])})"
                 for key in ("decode_speedup", "end_to_end_speedup")
             )
-            speed.add_row(name, *speeds, *ratios, _number(row["efficiency"]))
+            speed.add_row(name, *speeds, *ratios, number(row["efficiency"]))
         found += [drafting, speed]
     return found
 
@@ -111,10 +112,6 @@ def _same_text(result: SetResult) -> str:
         if count:
             text += f", {count} {label}"
     return text
-
-
-def _number(value: float | None, spec: str = ".2f") -> str:
-    return "-" if value is None else f"{value:{spec}}"
 
 
 def divergence_lines(evaluation: Evaluation) -> list[str]:

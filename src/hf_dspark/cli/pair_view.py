@@ -176,16 +176,17 @@ def result_table(result: PairResult) -> Table:
     table.add_column(_TITLES["dspark"], justify="right")
     table.add_row("new tokens", str(len(plain.tokens)), str(len(draft.tokens)))
     table.add_row("time to first token", *(f"{run.first_token_seconds:.3f} s" for run in (plain, draft)))
-    table.add_row("tokens/s, decode", *(_number(run.tokens_per_second, ".1f") for run in (plain, draft)))
+    table.add_row("tokens/s, decode", *(number(run.tokens_per_second, ".1f") for run in (plain, draft)))
     table.add_row("tokens/s, whole call", *(f"{len(run.tokens) / run.total_seconds:.1f}" for run in (plain, draft)))
-    table.add_row("speed-up, decode", "1.00 x", _number(decode_speedup(plain, draft), ".2f", " x"))
-    table.add_row("speed-up, whole call", "1.00 x", _number(end_to_end_speedup(plain, draft), ".2f", " x"))
+    table.add_row("speed-up, decode", "1.00 x", number(decode_speedup(plain, draft), ".2f", " x"))
+    table.add_row("speed-up, whole call", "1.00 x", number(end_to_end_speedup(plain, draft), ".2f", " x"))
     table.add_row("accepted length", "1.00", f"{stats.accepted_length:.2f}")
     shares = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position) or "-"
     table.add_row("acceptance by position", "", shares)
-    table.add_row("draft time / target's", "", _number(ratio(stats.draft_seconds, stats.verify_seconds), ".0%"))
+    table.add_row("draft time / target's", "", number(ratio(stats.draft_seconds, stats.verify_seconds), ".0%"))
     return table
 
 
-def _number(value: float | None, spec: str, unit: str = "") -> str:
+def number(value: float | None, spec: str = ".2f", unit: str = "") -> str:
+    """A number as text; "-" where there is none."""
     return "-" if value is None else f"{value:{spec}}{unit}"
