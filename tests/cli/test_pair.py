@@ -79,6 +79,13 @@ def test_the_demo_takes_another_draft(pair, capsys):
     assert "The texts are identical." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("limit", ["1", "2", "3"])
+def test_very_short_texts(pair, limit, capsys):
+    """Up to two tokens there is no room for a draft token, which is nobody's fault."""
+    assert main(["generate", "w3", "--draft", pair[1], "--threads", "1", "--max-new-tokens", limit]) == 0
+    assert "The texts are identical." in capsys.readouterr().out
+
+
 def test_verdicts():
     plain, drafted = Run("plain", [1, 2], 0.1, 0.2), Run("dspark", [1, 2], 0.1, 0.2, GenerationStats(2, [4], [0]))
 
@@ -91,7 +98,7 @@ def test_verdicts():
     text, status = verdict("tie")
     assert "tie at new token 1 (top-2 gap 0.125 = 1.0 ulp)" in text and status == 0
     assert verdict("DIFFERENT")[1] == 1
-    nothing = Run("dspark", [1, 2], 0.1, 0.2, GenerationStats(2, [0], [0]))
+    nothing = Run("dspark", [1, 2], 0.1, 0.2, GenerationStats(2, [0], [0], [0], ["no context"]))
     assert PairResult(plain, nothing, None, sampled=False).status == 1
     failed = Run("dspark", [1, 2], 0.1, 0.2, GenerationStats(2, [4], [0], failure="RuntimeError: x"))
     assert PairResult(plain, failed, None, sampled=False).status == 1

@@ -133,7 +133,7 @@ def test_the_fingerprint_sees_one_changed_weight(draft):
     assert len(fingerprint(draft.bfloat16())) == 16
 
 
-@pytest.mark.parametrize("wrong", [{"temperatures": ()}, {"temperatures": (-1.0,)}, {"max_new_tokens": 1}])
+@pytest.mark.parametrize("wrong", [{"temperatures": ()}, {"temperatures": (-1.0,)}, {"max_new_tokens": 2}])
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(DSparkConfigError, match=next(iter(wrong))):
         EvaluationSettings(**wrong)

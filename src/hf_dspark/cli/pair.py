@@ -76,8 +76,9 @@ class PairResult:
 
     @property
     def nothing_proposed(self) -> bool:
-        """Whether there were rounds, but no draft token in any of them."""
-        return self.stats.rounds > 0 and not any(self.stats.proposed)
+        """Whether there was room for drafts, but not one in any round."""
+        had_room = any(reason != "length budget" for reason in self.stats.reasons)
+        return had_room and not any(self.stats.proposed)
 
 
 def run_pair(prompt: str, draft_path: str, args: argparse.Namespace) -> int:

@@ -44,9 +44,9 @@ class EvaluationSettings:
         wrong = [t for t in self.temperatures if t < 0]
         if wrong or not self.temperatures:
             raise DSparkConfigError(f"temperatures {list(self.temperatures)!r}: give one or more, all at least 0.")
-        if self.max_new_tokens < 2:
+        if self.max_new_tokens < 3:
             raise DSparkConfigError(
-                f"max_new_tokens is {self.max_new_tokens}; give 2 or more: the prefill makes the first."
+                f"max_new_tokens is {self.max_new_tokens}; give 3 or more: with fewer nothing is drafted."
             )
 
 
