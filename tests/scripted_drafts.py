@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable
 
 import torch
+from tiny_models import tiny_draft
 from transformers import PreTrainedModel
 
 from hf_dspark import DSparkDraftModel
-from tiny_models import tiny_draft
 
 _SURE = 50.0  # logit of the scripted id; the others have 0, an id to avoid has -1
 

@@ -79,7 +79,7 @@ def tiny_gemma4(**changes) -> Gemma4ForCausalLM:
 TARGETS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3, "gemma4": tiny_gemma4}
 
 
-def tiny_draft(target: PreTrainedModel, **changes) -> DSparkDraftModel:
+def tiny_draft(target: PreTrainedModel, std: float = 0.3, **changes) -> DSparkDraftModel:
     """An untrained draft: five drafts per round, every kind of head on request."""
     torch.manual_seed(1)
     settings = dict(num_hidden_layers=1, block_size=5, markov_rank=8, target_layer_ids=[0, 2], intermediate_size=48)
@@ -87,7 +87,7 @@ def tiny_draft(target: PreTrainedModel, **changes) -> DSparkDraftModel:
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
+                parameter.normal_(std=std)
     return draft
 
 

@@ -32,7 +32,7 @@ class HistoryProcessor(LogitsProcessor):
 
 def allowed_after(batch_id, prefix):
     """A toy grammar: the parity of the id changes with every token."""
-    return list(range(int(len(prefix)) % 2, VOCAB, 2))
+    return list(range(len(prefix) % 2, VOCAB, 2))
 
 
 # Each entry makes the arguments anew for every call: stateful objects must not be shared by two runs.

@@ -121,7 +121,7 @@ def test_eos_at_every_place(target, free_text, kind):
 
 def test_one_eos_id(llama, free_text):
     text = free_text(llama)
-    plain, draft = both(
+    plain, _draft = both(
         llama, lambda: {"max_new_tokens": 30, "eos_token_id": text[9], "do_sample": False}, "oracle", text
     )
     assert plain.shape[1] - LENGTH == text.index(text[9]) + 1
