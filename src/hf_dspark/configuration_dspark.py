@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -12,6 +13,8 @@ from .errors import DSparkConfigError
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 GEMMA4_TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
+
+_DERIVED: Any = None  # default of the fields that `__post_init__` fills in from the others
 
 
 def evenly_spaced_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -61,7 +64,7 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
-    keys_to_ignore_at_inference = []
+    keys_to_ignore_at_inference: ClassVar[list[str]] = []
 
     vocab_size: int = 151936
     hidden_size: int = 2560
@@ -69,29 +72,29 @@ class DSparkConfig(PreTrainedConfig):
     num_hidden_layers: int = 5
     num_attention_heads: int = 32
     num_key_value_heads: int = 8
-    head_dim: int | None = None
+    head_dim: int = _DERIVED
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     initializer_range: float = 0.02
     rope_parameters: dict | None = None
     attention_bias: bool = False
-    layer_types: list[str] | None = None
+    layer_types: list[str] = _DERIVED
     sliding_window: int | None = None
     tie_word_embeddings: bool = False
     backbone: str = "qwen3"
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] = _DERIVED
     num_target_layers: int = 36
-    target_hidden_size: int | None = None
+    target_hidden_size: int = _DERIVED
     block_size: int = 7
     sample_from_anchor: bool = True
-    mask_token_id: int | None = None
+    mask_token_id: int = _DERIVED
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
-    confidence_head_with_markov: bool | None = None
+    confidence_head_with_markov: bool = _DERIVED
     confidence_temperatures: dict | None = None
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int = _DERIVED
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0
     global_head_dim: int | None = None
@@ -151,11 +154,16 @@ class DSparkConfig(PreTrainedConfig):
             refuse("num_key_value_heads", f"a divisor of num_attention_heads ({self.num_attention_heads})")
         if self.backbone not in BACKBONES:
             refuse("backbone", f"one of {list(BACKBONES)}")
-        if any(kind != "full_attention" for kind in self.layer_types) or len(self.layer_types) != self.num_hidden_layers:
-            refuse("layer_types", f"{self.num_hidden_layers} times 'full_attention' (sliding draft layers are not built)")
+        if (
+            any(kind != "full_attention" for kind in self.layer_types)
+            or len(self.layer_types) != self.num_hidden_layers
+        ):
+            refuse(
+                "layer_types", f"{self.num_hidden_layers} times 'full_attention' (sliding draft layers are not built)"
+            )
         if self.sliding_window is not None:
             refuse("sliding_window", "None (sliding draft layers are not built)")
-        if not 1 <= self.block_size:
+        if self.block_size < 1:
             refuse("block_size", "at least 1")
         if not self.sample_from_anchor and self.block_size < 2:
             refuse("block_size", "at least 2 with sample_from_anchor=False, where slot 0 predicts nothing")
@@ -173,7 +181,7 @@ class DSparkConfig(PreTrainedConfig):
                 f"ids below {last}: transformers returns the final layer's output after the final norm, so what "
                 "training and generation see could differ",
             )
-        if any(a >= b for a, b in zip(ids, ids[1:])):
+        if any(a >= b for a, b in pairwise(ids)):
             refuse("target_layer_ids", "strictly ascending, without repeats")
         if self.markov_rank < 0:
             refuse("markov_rank", "0 (no sequential head) or more")
@@ -221,10 +229,14 @@ class DSparkConfig(PreTrainedConfig):
         """
         if target_config.is_encoder_decoder:
             raise DSparkConfigError(
-                f"model_type {target_config.model_type!r} is an encoder-decoder; a DSpark draft needs a decoder-only target."
+                f"model_type {target_config.model_type!r} is an encoder-decoder; a DSpark draft needs a decoder-only "
+                "target."
             )
         text = target_config.get_text_config(decoder=True)
         gemma4 = text.model_type in GEMMA4_TEXT_TYPES
+        # Sizes may differ by layer, and draft layers are full-attention layers.
+        kinds = getattr(text, "layer_types", None) or []
+        layer = text.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else -1]
         rope = dict(text.rope_parameters or {})
         if "full_attention" in rope:  # per-layer-type RoPE: draft layers attend to everything
             rope = dict(rope["full_attention"])
@@ -238,11 +250,12 @@ class DSparkConfig(PreTrainedConfig):
             hidden_size=text.hidden_size,
             intermediate_size=text.intermediate_size,
             num_attention_heads=text.num_attention_heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            num_key_value_heads=getattr(layer, "num_key_value_heads", None) or text.num_attention_heads,
+            head_dim=getattr(layer, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             hidden_act=text.hidden_activation if gemma4 else getattr(text, "hidden_act", None) or "silu",
             rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
             max_position_embeddings=text.max_position_embeddings,
+            initializer_range=text.hidden_size**-0.5,  # so that a projection keeps the size of what it reads
             rope_parameters=rope or {"rope_type": "default", "rope_theta": 10000.0},
             num_hidden_layers=5,
             backbone="gemma4" if gemma4 else "qwen3",
@@ -257,11 +270,9 @@ class DSparkConfig(PreTrainedConfig):
             target_model_name_or_path=target_config.name_or_path or None,
         )
         if gemma4:
-            # transformers keeps what differs in the full-attention layers per layer, not under the checkpoint's key names
-            full = text.per_layer_config[text.layer_types.index("full_attention")]
             values.update(
-                global_head_dim=full.head_dim,
-                num_global_key_value_heads=full.num_key_value_heads if text.attention_k_eq_v else None,
+                global_head_dim=layer.head_dim,
+                num_global_key_value_heads=layer.num_key_value_heads if text.attention_k_eq_v else None,
                 attention_k_eq_v=text.attention_k_eq_v,
             )
         unknown = set(kwargs) - {field.name for field in fields(cls)}

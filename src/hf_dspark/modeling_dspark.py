@@ -36,7 +36,7 @@ class DSparkDraftOutput(ModelOutput):
         confidence_logits: fp32 [B, A, n], the logit of c_k; `None` without a confidence head.
     """
 
-    hidden_states: torch.Tensor | None = None
+    hidden_states: torch.Tensor
     markov_latents: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
 
@@ -67,6 +67,7 @@ class DSparkDraftModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Qwen3DraftLayer", "Gemma4DraftLayer"]
     _supports_sdpa = True
+    layers: Any  # an `nn.ModuleList` of draft layers, whose elements torch types as plain modules
 
     def __init__(self, config: DSparkConfig, own_embed_tokens: bool = False, own_lm_head: bool = False):
         """`own_embed_tokens`, `own_lm_head`: whether the checkpoint holds its own tables (a reduced draft vocabulary
@@ -133,8 +134,14 @@ class DSparkDraftModel(PreTrainedModel):
             ("hidden_size", text.hidden_size, self.config.target_hidden_size),
         )
         wrong = [f"{name} {theirs} (the draft was made for {ours})" for name, theirs, ours in pairs if theirs != ours]
-        if not wrong and text.hidden_size != self.config.hidden_size and (self.embed_tokens is None or self.lm_head is None):
-            wrong = [f"hidden_size {text.hidden_size}, and the draft ({self.config.hidden_size}) has no tables of its own"]
+        if (
+            not wrong
+            and text.hidden_size != self.config.hidden_size
+            and (self.embed_tokens is None or self.lm_head is None)
+        ):
+            wrong = [
+                f"hidden_size {text.hidden_size}, and the draft ({self.config.hidden_size}) has no tables of its own"
+            ]
         if wrong:
             made_for = self.config.target_model_name_or_path
             hint = f" It was trained for {made_for!r}: load that one." if made_for else ""
@@ -354,12 +361,14 @@ class DSparkDraftModel(PreTrainedModel):
         draft = cls(DSparkConfig.for_target(target.config, **config_kwargs))
         draft.bind_target(target)
         if draft.lm_head is not None:
-            draft._copy_head_rows(target, draft_token_ids)
+            draft._copy_head_rows(draft.lm_head, target, draft_token_ids)
         head = target.get_output_embeddings()
         return draft.to(_device_of(head, target.device))
 
     @torch.no_grad()
-    def _copy_head_rows(self, target: PreTrainedModel, draft_token_ids: torch.Tensor | None) -> None:
+    def _copy_head_rows(
+        self, lm_head: nn.Linear, target: PreTrainedModel, draft_token_ids: torch.Tensor | None
+    ) -> None:
         size, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
         ids = torch.arange(size) if draft_token_ids is None else draft_token_ids.cpu()
         if len(ids) != size or (ids.diff() <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
@@ -371,11 +380,15 @@ class DSparkDraftModel(PreTrainedModel):
         # Through the module, so that a quantised head gives its rows as well: W = head(I)ᵀ.
         identity = torch.eye(self.config.hidden_size, dtype=target.dtype)
         rows = head_logits(target, identity)  # [H, V]
-        self.lm_head.weight.copy_(rows.T[ids.to(rows.device)])
+        lm_head.weight.copy_(rows.T[ids.to(rows.device)])
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *args: Any,
+        target: PreTrainedModel | None = None,
+        **kwargs: Any,
     ) -> DSparkDraftModel:
         """Loads a draft model from a folder or the Hub: this package's own layout, or DeepSpec's.
 
@@ -397,6 +410,7 @@ class DSparkDraftModel(PreTrainedModel):
         with_info = kwargs.pop("output_loading_info", False)
         checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
         kwargs.setdefault("dtype", "auto")
+        kwargs["ignore_mismatched_sizes"] = True  # the host's own error does not say which; all are refused below
         draft, info = super().from_pretrained(
             pretrained_model_name_or_path,
             *args,
@@ -406,7 +420,10 @@ class DSparkDraftModel(PreTrainedModel):
             output_loading_info=True,
             **kwargs,
         )
-        wrong = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
+        wrong = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
+        wrong["mismatched"] = sorted(
+            f"{name} {list(found)}, not {list(needed)}" for name, found, needed in info["mismatched_keys"]
+        )
         if any(wrong.values()):
             listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
             raise DSparkCheckpointError(
@@ -419,7 +436,7 @@ class DSparkDraftModel(PreTrainedModel):
             draft.bind_target(target)
             if kwargs.get("device_map") is None:
                 draft.to(_device_of(target.get_output_embeddings(), target.device))
-        return (draft, info) if with_info else draft
+        return (draft, info) if with_info else draft  # type: ignore[return-value]  # a pair on request, as the host's
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Writes config.json, generation_config.json and the draft's own tensors; never a table of the target's."""
@@ -443,13 +460,18 @@ def _device_of(module: nn.Module, default: torch.device) -> torch.device:
     return default if parameter is None or parameter.device.type == "meta" else parameter.device
 
 
-def _tables_equal(own: nn.Module, theirs: nn.Module) -> bool:
+def _tables_equal(own: nn.Embedding | nn.Linear, theirs: nn.Module) -> bool:
     """Whether two vocabulary tables hold the same numbers in the dtype of `own`. Quantised tables never do."""
     a, b = own.weight, getattr(theirs, "weight", None)
-    if b is None or b.shape != a.shape or not b.is_floating_point() or b.device.type == "meta" or a.device.type == "meta":
+    if (
+        b is None
+        or b.shape != a.shape
+        or not b.is_floating_point()
+        or b.device.type == "meta"
+        or a.device.type == "meta"
+    ):
         return False
     rows = torch.randint(len(a), (_COMPARED_ROWS,), generator=torch.Generator().manual_seed(0))
-    for index in (rows, slice(None)):  # a few rows first: two different tables are told apart at once
-        if not torch.equal(a[index], b[index].to(device=a.device, dtype=a.dtype)):
-            return False
-    return True
+    return all(  # a few rows first: two different tables are told apart at once
+        torch.equal(a[index], b[index].to(device=a.device, dtype=a.dtype)) for index in (rows, slice(None))
+    )
