@@ -75,5 +75,7 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         """`hidden` [..., H] and the Markov embedding e [..., r] → fp32 logits [...]."""
-        inputs = torch.cat([hidden, embedding], dim=-1) if self.with_markov else hidden
-        return self.proj(inputs).squeeze(-1).float()
+        if self.with_markov:
+            assert embedding is not None  # the config refuses a Markov-fed head without a Markov head
+            hidden = torch.cat([hidden, embedding], dim=-1)
+        return self.proj(hidden).squeeze(-1).float()

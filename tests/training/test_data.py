@@ -83,7 +83,9 @@ def test_no_template():
 
 
 def records(count=6):
-    return [{"prompt": f"w{i + 1}", "response": " ".join(f"w{(i + j) % 30 + 1}" for j in range(9))} for i in range(count)]
+    return [
+        {"prompt": f"w{i + 1}", "response": " ".join(f"w{(i + j) % 30 + 1}" for j in range(9))} for i in range(count)
+    ]
 
 
 def dataset(**changes):

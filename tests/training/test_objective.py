@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 from tiny_models import TARGETS, VOCAB, tiny_draft
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hf_dspark import DSparkDraftModel
 from hf_dspark.training.objective import (
@@ -22,7 +22,7 @@ KEPT = torch.arange(0, VOCAB, 2)  # a reduced vocabulary that leaves out every o
 def plain_objective(draft, target, batch, weights, denominator):
     """The same loss written down directly, with full tensors and autograd."""
     ids, anchors, slots = batch["input_ids"], batch["anchors"], batch["slots"]
-    features, states = teacher_forward(target, draft.config.target_layer_ids, ids, torch.ones_like(ids))
+    features, _ = teacher_forward(target, draft.config.target_layer_ids, ids, torch.ones_like(ids))
     output = draft(features, ids, anchors)
     logits = draft.base_logits(output.hidden_states)
     if output.markov_latents is not None:
@@ -41,7 +41,10 @@ def plain_objective(draft, target, batch, weights, denominator):
     total = (scale * (0.1 * ce + 0.9 * l1)).sum()
     if output.confidence_logits is not None:
         overlap = 1 - 0.5 * l1.detach()
-        total = total + (scale * binary_cross_entropy_with_logits(output.confidence_logits, overlap, reduction="none")).sum()
+        total = (
+            total
+            + (scale * binary_cross_entropy_with_logits(output.confidence_logits, overlap, reduction="none")).sum()
+        )
     return total
 
 

@@ -22,9 +22,7 @@ class Gemma4DraftAttention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         self.v_proj = (
-            None
-            if config.attention_k_eq_v
-            else nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
+            None if config.attention_k_eq_v else nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
         )
         self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
         self.q_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -46,6 +44,7 @@ class Gemma4DraftAttention(nn.Module):
         context_value: torch.Tensor,
         context_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
         query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
         query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
         key, value = self.keys_values(states, rope)
@@ -60,8 +59,10 @@ class Gemma4DraftLayer(nn.Module):
         super().__init__()
         self.self_attn = Gemma4DraftAttention(config)
         self.mlp = Qwen3MLP(config)  # the same gate/up/down shape; the activation comes from `hidden_act`
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            setattr(self, f"{name}_layernorm", Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+        self.input_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_feedforward_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_scalar = nn.Buffer(torch.ones(1))
 
     def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,6 +41,7 @@ class Qwen3DraftAttention(nn.Module):
         context_value: torch.Tensor,
         context_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
         query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
         query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
         key, value = self.keys_values(states, rope)

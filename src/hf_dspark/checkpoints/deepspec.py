@@ -48,7 +48,9 @@ def read_config(raw: dict[str, Any], tensor_names: set[str], source: str) -> DSp
                 values[key] = raw[key]
     else:
         if raw.get("use_sliding_window") and raw.get("sliding_window"):
-            raise DSparkCheckpointError(f"{source}: sliding draft layers (window {raw['sliding_window']}) are not built.")
+            raise DSparkCheckpointError(
+                f"{source}: sliding draft layers (window {raw['sliding_window']}) are not built."
+            )
     confident = bool(raw.get("enable_confidence_head", False))
     rank = raw.get("markov_rank", 0)
     return DSparkConfig(
@@ -64,4 +66,3 @@ def read_config(raw: dict[str, Any], tensor_names: set[str], source: str) -> DSp
         target_model_name_or_path=raw.get("target_model_name_or_path"),
         dtype=raw.get("dtype") or raw.get("torch_dtype"),
     )
-

@@ -158,15 +158,11 @@ def encode_conversation(
         end = found + len(content) if found >= 0 else end
         text, spans[-1] = text[:end], (start, end)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [
-        int(any(start <= a and b <= end and b > a for start, end in spans)) for a, b in encoded["offset_mapping"]
-    ]
+    mask = [int(any(start <= a and b <= end and b > a for start, end in spans)) for a, b in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), mask
 
 
-def _cut_unfinished(
-    ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[int], list[int]]:
+def _cut_unfinished(ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Drops what follows the last supervised text of a cut answer: its end-of-turn token and the template's tail."""
     end = max((i for i, kept in enumerate(mask) if kept), default=-1) + 1
     while end > 0 and ids[end - 1] in tokenizer.all_special_ids:
@@ -194,6 +190,7 @@ class DSparkDataset(Dataset):
         self.seed = seed
         self.epoch = 0
         self.skipped = 0
+        self.supervised_tokens = int(sum(mask.sum() for _, mask in samples))
 
     @classmethod
     def from_records(
@@ -210,7 +207,7 @@ class DSparkDataset(Dataset):
         Raises:
             DSparkDataError: an id is not below the target's `vocab_size`, or nothing at all is supervised.
         """
-        samples, skipped, supervised = [], 0, 0
+        samples, skipped = [], 0
         for ids, mask in _encode_all(records, tokenizer):
             ids, mask = ids[:max_length], mask[:max_length]
             if max(ids, default=0) >= vocab_size:
@@ -222,7 +219,6 @@ class DSparkDataset(Dataset):
             if not (pair[1][:-1] & pair[1][1:]).any():
                 skipped += 1
                 continue
-            supervised += int(pair[1].sum())
             samples.append(pair)
         if not samples:
             raise DSparkDataError(
@@ -230,7 +226,7 @@ class DSparkDataset(Dataset):
                 f"max_length={max_length}. Check that the data has assistant turns, and the chat template."
             )
         dataset = cls(samples, num_anchors, seed)
-        dataset.skipped, dataset.supervised_tokens = skipped, supervised
+        dataset.skipped = skipped
         return dataset
 
     def __len__(self) -> int:
@@ -285,8 +281,12 @@ class DSparkCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """One batch of the items of a `DSparkDataset`."""
+
         def padded(name: str, value: int) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence([item[name] for item in items], batch_first=True, padding_value=value)
+            return torch.nn.utils.rnn.pad_sequence(
+                [item[name] for item in items], batch_first=True, padding_value=value
+            )
 
         anchors = padded("anchors", -1)
         slots = slot_mask(padded("loss_mask", 0), anchors, self.num_slots)

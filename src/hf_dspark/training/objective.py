@@ -115,10 +115,11 @@ def dspark_objective(
     scale = weight / denominator
 
     hidden = output.hidden_states[slots]  # [S, H]
-    latents = None if output.markov_latents is None else output.markov_latents[slots]  # [S, r]
-    w2 = None if latents is None else draft.markov_head.markov_w2.weight
-    own_head = draft.lm_head is not None and draft.lm_head.weight.requires_grad
-    head_weight = draft.lm_head.weight if own_head else None
+    latents = w2 = None
+    if draft.markov_head is not None and output.markov_latents is not None:
+        latents, w2 = output.markov_latents[slots], draft.markov_head.markov_w2.weight  # [S, r], [Vd, r]
+    own_head = draft.lm_head
+    head_weight = None if own_head is None or not own_head.weight.requires_grad else own_head.weight
     # Slots that share a teacher position stand side by side, so that its logits are formed once per chunk.
     order = teacher_at.argsort(stable=True)
     loss, ce, l1, agrees = _FusedLoss.apply(
@@ -181,7 +182,9 @@ class _FusedLoss(torch.autograd.Function):
         ce = torch.zeros(count, device=hidden.device)
         l1 = torch.zeros(count, device=hidden.device)
         agrees = torch.zeros(count, dtype=torch.bool, device=hidden.device)
-        grads = [None if t is None else torch.zeros_like(t, dtype=torch.float32) for t in (hidden, latents, w2, head_weight)]
+        grads: list[Any] = [
+            None if t is None else torch.zeros_like(t, dtype=torch.float32) for t in (hidden, latents, w2, head_weight)
+        ]
         grad_hidden, grad_latents, grad_w2, grad_head = grads
         kept = draft.draft_token_ids  # [Vd] or None
         to_draft = None
@@ -218,7 +221,7 @@ class _FusedLoss(torch.autograd.Function):
                 else:
                     base = draft.scale_and_cap(linear(rows, own_head.requires_grad_(head_weight is not None)))
             logits = base.detach().float()
-            if latents is not None:
+            if latents is not None and low_w2 is not None:
                 low_latents = latents[chunk].to(dtype)
                 logits += linear(low_latents, low_w2)
             agrees[chunk] = _to_target(logits.argmax(dim=-1), kept) == top[row_of]
@@ -241,11 +244,12 @@ class _FusedLoss(torch.autograd.Function):
             grad = sign.sub_(inner).mul_(tv).add_(weight_ce).mul_(q)  # [C, Vd]
             grad.scatter_add_(1, label, -weight_ce)
             low = grad.to(dtype)
-            through_head = torch.autograd.grad(base, [rows] if head_weight is None else [rows, own_head], low)
+            inputs = [rows] if head_weight is None or own_head is None else [rows, own_head]
+            through_head = torch.autograd.grad(base, inputs, low)
             grad_hidden[chunk] = through_head[0].float()
             if head_weight is not None:
                 grad_head += through_head[1]
-            if latents is not None:
+            if low_w2 is not None:
                 grad_latents[chunk] = (low @ low_w2).float()
                 grad_w2 += low.T @ low_latents
         ctx.save_for_backward(*grads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class DSparkTrainer(Trainer):
     # The loss is divided by Σw over the whole accumulated batch and all ranks, not per micro-batch.
     loss_is_scaled_for_ga = True
 
+    args: DSparkTrainingArguments
+
     def __init__(
         self,
         model: DSparkDraftModel,
@@ -50,7 +52,10 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         model.bind_target(target)
-        if model.draft_token_ids is None and model.config.draft_vocab_size != target.config.get_text_config().vocab_size:
+        if (
+            model.draft_token_ids is None
+            and model.config.draft_vocab_size != target.config.get_text_config().vocab_size
+        ):
             raise DSparkTargetError("The draft's output vocabulary does not fit the target.")
         for table in (model.embed_tokens, model.lm_head):
             if table is not None:
@@ -150,7 +155,7 @@ class DSparkTrainer(Trainer):
     ) -> tuple[torch.Tensor, None, None]:
         """Loss only: the acceptance metrics are summed beside it."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss = cast(torch.Tensor, self.compute_loss(model, self._prepare_inputs(inputs)))
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
