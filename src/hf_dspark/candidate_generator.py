@@ -166,6 +166,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._cache = DynamicCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._draft_token_ids = draft.draft_token_ids
+        # With a reduced draft vocabulary, processors that name ids or read the text need rows of the target's width.
+        self._by_target_ids = any(
+            type(p) not in ROW_WISE_PROCESSORS or type(p) is host_processors.SuppressTokensLogitsProcessor
+            for p in self.processors
+        )
         temperatures = draft.config.confidence_temperatures or {}
         self._temperatures = temperatures.get("sample" if self.do_sample else "greedy")
         self._saw_prefill = False
@@ -264,7 +269,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not tokens:
             return self.empty_block(input_ids, reason, scheduled)
         token_ids = torch.stack(tokens, dim=1).to(input_ids.device)
-        marks = torch.cat([row[:, 0] for row in rows] if self.do_sample else rows).to(input_ids.device)
+        marks = torch.stack([row.sum() for row in rows]).to(input_ids.device)
         probabilities = torch.cat(rows).to(input_ids.device) if self.do_sample else None
         usable = marks.isnan().cumsum(0) == 0
         return DraftBlock(token_ids, probabilities, usable, scheduled, reason)
@@ -275,18 +280,23 @@ class DSparkCandidateGenerator(CandidateGenerator):
         NaN logits give an arbitrary id and a NaN q or top logit; they are not looked at here, which would wait for
         the device at every step.
         """
-        if self._draft_token_ids is not None and (self.do_sample or self.processors):
+        reduced = self._draft_token_ids
+        if reduced is not None and self._by_target_ids:
             wide = logits.new_full((1, self.draft.config.vocab_size), -torch.inf)
-            logits = wide.index_copy_(1, self._draft_token_ids, logits)
+            logits, reduced = wide.index_copy_(1, reduced, logits), None
         if self.processors:
             logits = self.processors(prefix, logits.to(device=prefix.device, dtype=torch.float32, copy=True))
         if self.do_sample:
-            q = logits.softmax(dim=-1, dtype=torch.float32)
-            return sample_index(q), q
-        top, index = logits.max(dim=-1)
-        if self._draft_token_ids is not None and not self.processors:
-            index = self._draft_token_ids[index]
-        return index, top
+            row = logits.softmax(dim=-1, dtype=torch.float32)
+            index = sample_index(row)
+        else:
+            row, index = logits.max(dim=-1)
+        if reduced is None:
+            return index, row
+        reduced = reduced.to(index.device)
+        if self.do_sample:
+            row = row.new_zeros((1, self.draft.config.vocab_size)).index_copy_(1, reduced, row)
+        return reduced[index], row
 
     def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None, k: int) -> float:
         """c_k, from what is known before draft k is drawn."""

@@ -128,6 +128,7 @@ def test_confidence_is_not_computed_when_nobody_asks(llama):
     assert draft.last_stats.failure is None
 
 
+@torch.no_grad()
 def test_confidence_temperatures(llama):
     draft = tiny_draft(llama)
     draft.config.confidence_temperatures = {"greedy": [1.0, 2.0, 4.0, 1.0, 1.0], "sample": [3.0] * 5}

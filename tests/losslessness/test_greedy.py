@@ -14,7 +14,7 @@ from tiny_models import VOCAB, random_prompt
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 PROMPT = random_prompt(9)
-NEW_TOKENS = 26
+NEW_TOKENS = 20
 
 
 class HistoryProcessor(LogitsProcessor):
