@@ -10,8 +10,10 @@ import torch
 from tiny_pair import tiny_draft, tiny_target, tiny_tokenizer
 
 from hf_dspark import DSparkDraftModel
+from hf_dspark.backbones.attention import apply_rope
 from hf_dspark.errors import DSparkConfigError, DSparkDataError, DSparkTargetError
-from hf_dspark.training import DSparkTrainer, DSparkTrainingArguments, initialize_from_target
+from hf_dspark.training import DSparkTrainer, DSparkTrainingArguments, initialize_draft
+from hf_dspark.training.objective import teacher_forward
 
 TEMPLATE = (
     "{% for m in messages %} w40{{ ' w41' if m['role'] == 'user' else ' w42' }} {{ m['content'] }} w43{% endfor %}"
@@ -188,12 +190,28 @@ def test_argument_values(tmp_path, changes):
         arguments(tmp_path, **changes)
 
 
-def test_initialize_from_target(tmp_path):
+def test_initialization_knows_pairs_and_the_last_position(tmp_path):
+    """Answers that count upwards: after w5 comes w6. The untrained draft knows, and looks at the newest feature."""
     target = tiny_target()
-    draft = tiny_draft(target, num_hidden_layers=2, block_size=4)
-    data = trainer_for(tmp_path, draft=draft, target=target).train_dataset
-    with pytest.raises(DSparkConfigError, match="2 layer id"):
-        initialize_from_target(draft, target, [1], data)
-    initialize_from_target(draft, target, [2, 3], data)
-    assert torch.equal(draft.layers[1].mlp.down_proj.weight, target.model.layers[3].mlp.down_proj.weight)
-    assert not draft._forward_hooks and not target.model.layers[3].self_attn.q_proj._forward_hooks
+    draft = tiny_draft(target, markov_rank=24, num_key_value_heads=4, head_dim=32)
+    data = trainer_for(tmp_path, draft=draft, target=target, data=records(30)).train_dataset
+    state = torch.get_rng_state()
+    initialize_draft(draft, data)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(draft.norm.weight, target.model.norm.weight)
+    previous = torch.arange(3, 28)
+    bias = draft.markov_head.markov_w2(draft.markov_head.markov_w1(previous))
+    assert (bias.argmax(dim=-1) == previous + 1).float().mean() > 0.9
+
+    # The score of the first layer depends on the distance alone, and is largest at the position before the anchor.
+    ids = data[0]["input_ids"][None]
+    features, _ = teacher_forward(target, draft.config.target_layer_ids, ids, torch.ones_like(ids))
+    ctx, length = draft.fuse(features), ids.shape[1]
+    layer = draft.layers[0]
+    key, _ = layer.context_keys_values(ctx, draft.rotary_emb(ctx, torch.arange(length)[None]))
+    cos, sin = draft.rotary_emb(ctx, torch.tensor([[length]]))
+    query = layer.self_attn.q_norm(
+        layer.self_attn.q_proj(layer.input_layernorm(draft.embed(ids[:, -1:]))).view(1, 4, 32)
+    )
+    scores = apply_rope(query, cos, sin)[0] @ key[0].transpose(1, 2)  # [4 heads, 1, length] by broadcasting
+    assert (scores.diagonal(dim1=0, dim2=1).T.argmax(dim=-1) == length - 1).float().mean() >= 0.75

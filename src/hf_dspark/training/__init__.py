@@ -2,7 +2,7 @@
 
 from .arguments import DSparkModelArguments, DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset, encode_conversation
-from .initialization import initialize_from_target
+from .initialization import initialize_draft
 from .objective import dspark_objective, sample_anchors, slot_mask, slot_weights
 from .trainer import DSparkTrainer
 
@@ -14,7 +14,7 @@ __all__ = [
     "DSparkTrainingArguments",
     "dspark_objective",
     "encode_conversation",
-    "initialize_from_target",
+    "initialize_draft",
     "sample_anchors",
     "slot_mask",
     "slot_weights",

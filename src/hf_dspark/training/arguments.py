@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from transformers import TrainingArguments
@@ -45,6 +46,8 @@ class DSparkTrainingArguments(TrainingArguments):
             raise DSparkConfigError(f"num_anchors is {self.num_anchors}, but must be at least 1.")
         if self.max_length < 3:
             raise DSparkConfigError(f"max_length is {self.max_length}, but a sample needs at least 3 tokens.")
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # the Trainer wants to be told before it accepts bf16 on a CPU
         if self.bf16 is None:
             self.bf16 = not self.fp16 and _machine_has_bf16(self.use_cpu)
         super().__post_init__()
@@ -68,23 +71,32 @@ class DSparkModelArguments:
         metadata={"help": 'JSONL files with {"messages": [...]} or {"prompt", "response"}, or one datasets id.'}
     )
     target_revision: str | None = field(default=None, metadata={"help": "Hub revision of the target."})
-    target_dtype: str = field(default="auto", metadata={"help": "dtype of the target's weights."})
+    target_dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
+        default="auto", metadata={"help": "dtype of the target's weights."}
+    )
     dataset_split: str = field(default="train", metadata={"help": "Split of a datasets id."})
     validation_share: float = field(default=0.02, metadata={"help": "Share of the samples held out for evaluation."})
     draft: str | None = field(default=None, metadata={"help": "Warm start from this draft model."})
-    initialize_from_target: list[int] | None = field(
-        default=None, metadata={"help": "Start the draft's layers as copies of these target layers."}
+    initialize: bool = field(
+        default=True, metadata={"help": "Start from token pairs and the last position, not from noise alone."}
     )
     num_hidden_layers: int = field(default=2, metadata={"help": "Layers of the draft model."})
     target_layer_ids: list[int] | None = field(default=None, metadata={"help": "Tapped layers of the target."})
     block_size: int = field(default=7, metadata={"help": "Positions per block, the anchor included."})
     intermediate_size: int | None = field(default=None, metadata={"help": "MLP width; unset: the target's."})
+    num_key_value_heads: int | None = field(
+        default=None, metadata={"help": "Key/value heads of the draft; unset: the target's. More carry more context."}
+    )
     markov_rank: int = field(default=64, metadata={"help": "Rank of the sequential head; 0: none (DFlash)."})
-    markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = field(
+        default="vanilla", metadata={"help": "How the sequential head sees the past."}
+    )
     enable_confidence_head: bool = field(default=True, metadata={"help": "Train a confidence head."})
     draft_vocab_size: int | None = field(
         default=None, metadata={"help": "Keep only so many ids, those supervised most often. Unset: all."}
     )
     mask_token_id: int | None = field(default=None, metadata={"help": "Id that fills the block; unset: chosen."})
-    export_dtype: str = field(default="bfloat16", metadata={"help": "dtype of the finished draft in output_dir."})
+    export_dtype: Literal["bfloat16", "float16", "float32"] = field(
+        default="bfloat16", metadata={"help": "dtype of the finished draft in output_dir."}
+    )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
