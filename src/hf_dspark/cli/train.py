@@ -1,9 +1,11 @@
-"""`hf-dspark train`: trains a draft model for a target. Options are the fields of the dataclasses; YAML sets defaults."""
+"""`hf-dspark train`: trains a draft model. Options are the fields of the dataclasses; YAML sets defaults."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDraftModel
@@ -28,56 +30,70 @@ def parse(argv: list[str]) -> tuple[DSparkModelArguments, DSparkTrainingArgument
     """
     from transformers import HfArgumentParser
 
-    from ..errors import DSparkConfigError
+    from ..errors import DSparkConfigError, DSparkError
     from ..training.arguments import DSparkModelArguments, DSparkTrainingArguments
 
     class Parser(HfArgumentParser):
         """Reports mistakes as this package does, not with a page of usage."""
 
-        def error(self, message: str) -> Any:
+        def error(self, message: str) -> NoReturn:
             raise DSparkConfigError(f"{message} (see hf-dspark train --help)")
 
-    parser = Parser((DSparkModelArguments, DSparkTrainingArguments), prog="hf-dspark train", description=HELP)
-    parser.add_argument("--config", metavar="YAML", help="file whose keys set the defaults of the options below")
-    argv = list(argv)
-    file = _config_file(argv)
+    config = Parser(add_help=False, allow_abbrev=False)
+    config.add_argument("--config", metavar="YAML", help="file whose keys set the defaults of the options below")
+    parser = Parser(
+        (DSparkModelArguments, DSparkTrainingArguments),
+        prog="hf-dspark train",
+        description=HELP,
+        parents=[config],
+        allow_abbrev=False,
+    )
+    file = config.parse_known_args(argv)[0].config
     if file is not None:
-        values = _read_yaml(file)
-        actions = {action.dest: action for action in parser._actions}
-        unknown = sorted(set(values) - set(actions))
-        if unknown:
-            raise DSparkConfigError(f"{file}: no such option: {', '.join(unknown)} (see hf-dspark train --help)")
-        for name in values:
-            actions[name].required = False
-        parser.set_defaults(**values)
-    model_args, args, _ = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
+        argv = [*_yaml_options(file, {action.dest for action in parser._actions} - {"help", "config"}), *argv]
+    try:
+        model_args, args, _, unknown = parser.parse_args_into_dataclasses(
+            args=argv, return_remaining_strings=True, look_for_args_file=False
+        )
+    except DSparkError:
+        raise
+    except ValueError as error:  # of TrainingArguments: values that contradict each other
+        raise DSparkConfigError(str(error)) from error
+    if unknown:
+        parser.error(f"no such option: {' '.join(unknown)}")
     return model_args, args
 
 
-def _config_file(argv: list[str]) -> str | None:
-    for i, word in enumerate(argv):
-        if word.startswith("--config="):
-            return word.removeprefix("--config=")
-        if word == "--config" and i + 1 < len(argv):
-            return argv[i + 1]
-    return None
-
-
-def _read_yaml(file: str) -> dict[str, Any]:
+def _yaml_options(file: str, known: set[str]) -> list[str]:
+    """A YAML file as a command line, so that its values are checked in the same way. A null leaves an option unset."""
     import yaml
 
     from ..errors import DSparkConfigError
 
     try:
         with open(file, encoding="utf-8") as stream:
-            values = yaml.safe_load(stream)
+            text = stream.read()
+        # Plain strings, because YAML has its own idea of words like `no` (a save_strategy) and numbers like 1e-3 ...
+        values = yaml.load(text, Loader=yaml.BaseLoader)
+        typed = yaml.safe_load(text)  # ... and typed, for nulls and for what is inside a mapping
     except OSError as error:
         raise DSparkConfigError(f"Cannot read {file}: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise DSparkConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        raise DSparkConfigError(f"{file} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise DSparkConfigError(f"{file} must hold `option: value` lines, but holds a {type(values).__name__}.")
-    return values
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise DSparkConfigError(f"{file}: no such option: {', '.join(unknown)} (see hf-dspark train --help)")
+    options: list[str] = []
+    for name, value in values.items():
+        if typed[name] is None:
+            continue
+        if isinstance(value, list):
+            options += [f"--{name}", *map(str, value)]
+        else:
+            options.append(f"--{name}={json.dumps(typed[name]) if isinstance(value, dict) else value}")
+    return [*options, f"--config={file}"]  # ends a list: what follows is the command line's
 
 
 def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DSparkDraftModel:
@@ -87,28 +103,26 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
     are fp32 and hold what an exact resume needs.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import set_seed
     from transformers.trainer_utils import get_last_checkpoint
+    from transformers.utils import logging
 
-    from ..demo_weights import resolve_target
-    from ..errors import DSparkConfigError, DSparkTargetError
+    from ..errors import DSparkConfigError, DSparkError
     from ..training.data import load_records, split_records
     from ..training.trainer import DSparkTrainer
+    from . import one_line
+    from .loading import load_target, progress_line, quiet_libraries
 
+    verbosity = logging.get_verbosity()
+    quiet_libraries()  # until training begins: what goes wrong before is one line
     records = load_records(model_args.data, model_args.dataset_split)  # first: it is the cheapest thing to get wrong
     checkpoint = get_last_checkpoint(args.output_dir) if model_args.resume and os.path.isdir(args.output_dir) else None
     if model_args.resume and checkpoint is None:
         raise DSparkConfigError(f"--resume: {args.output_dir} holds no checkpoint. Leave --resume out to start anew.")
-    path = resolve_target(model_args.target, print)
-    try:
-        target = AutoModelForCausalLM.from_pretrained(
-            path, revision=model_args.target_revision or "main", dtype=model_args.target_dtype
-        )
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=model_args.target_revision or "main")
-    except (OSError, ValueError) as error:
-        raise DSparkTargetError(f"Cannot load the target {model_args.target!r}: {error}") from error
-    target.eval().requires_grad_(False)
-    target.to(args.device)
+    options = argparse.Namespace(dtype=model_args.target_dtype, device=str(args.device), threads=None)
+    with progress_line() as report:
+        target, tokenizer = load_target(model_args.target, options, report, model_args.target_revision)
+    target.requires_grad_(False)
 
     set_seed(args.seed)  # the draft's first weights
     train_records, eval_records = split_records(records, model_args.validation_share, args.seed)
@@ -116,15 +130,23 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
         DSparkTrainer.encode(part, tokenizer, args, target) if part else None for part in (train_records, eval_records)
     )
     draft = build_draft(model_args, target, train_dataset)
-    trainer = DSparkTrainer(
-        model=draft,
-        target=target,
-        args=args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=tokenizer,
-    )
+    try:
+        trainer = DSparkTrainer(
+            model=draft,
+            target=target,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+        )
+    except DSparkError:
+        raise
+    except (ValueError, RuntimeError) as error:  # an optimiser, a reporter or a strategy that cannot be had here
+        raise DSparkConfigError(one_line(error)) from error
+    logging.set_verbosity(verbosity)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if eval_dataset is not None:
+        trainer.evaluate()
     trainer.save_state()
     if trainer.is_world_process_zero():
         draft.to(getattr(torch, model_args.export_dtype)).save_pretrained(args.output_dir)
@@ -137,21 +159,26 @@ def build_draft(model_args: DSparkModelArguments, target: Any, train_dataset: An
 
     from ..modeling_dspark import DSparkDraftModel
     from ..training.data import most_frequent_ids
-    from ..training.initialization import initialize_from_target
+    from ..training.initialization import initialize_draft
+    from .loading import refuse_missing_folder
 
     if model_args.draft is not None:
+        refuse_missing_folder(model_args.draft)
         draft = DSparkDraftModel.from_pretrained(model_args.draft, target=target, dtype=torch.float32)
     else:
-        names = ("num_hidden_layers", "target_layer_ids", "block_size", "intermediate_size", "markov_rank")
-        names += ("markov_head_type", "enable_confidence_head", "mask_token_id")
+        names = (
+            *("num_hidden_layers", "target_layer_ids", "block_size", "intermediate_size", "markov_rank"),
+            *("markov_head_type", "enable_confidence_head", "mask_token_id", "num_key_value_heads"),
+        )
         fields = {name: getattr(model_args, name) for name in names if getattr(model_args, name) is not None}
         if model_args.draft_vocab_size is not None:
             fields["draft_token_ids"] = most_frequent_ids(
                 train_dataset, target.config.get_text_config().vocab_size, model_args.draft_vocab_size
             )
+            fields["draft_vocab_size"] = model_args.draft_vocab_size
         draft = DSparkDraftModel.for_target(target, **fields)
-        if model_args.initialize_from_target:
-            initialize_from_target(draft, target, model_args.initialize_from_target, train_dataset)
+        if model_args.initialize:
+            initialize_draft(draft, train_dataset)
     draft.config.target_model_name_or_path = model_args.target
     draft.config.target_revision = model_args.target_revision
     return draft

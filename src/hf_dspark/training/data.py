@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -93,10 +94,13 @@ def to_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     """A record as a list of chat messages.
 
     Raises:
-        DSparkDataError: it has neither `messages` nor `prompt` and `response`.
+        DSparkDataError: it has neither `messages` nor `prompt` and `response`, or they are not of the right kind.
     """
-    if record.get("messages"):
-        return list(record["messages"])
+    messages = record.get("messages")
+    if messages:
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise DSparkDataError(f"`messages` must be a list of objects, but is {str(messages)[:60]!r}.")
+        return messages
     if "prompt" in record and "response" in record:
         return [
             {"role": "user", "content": record["prompt"]},
@@ -258,7 +262,7 @@ def _encode_all(
     for number, record in enumerate(records):
         try:
             yield encode_conversation(tokenizer, to_messages(record), finished=record.get("finished", True))
-        except DSparkDataError as error:
+        except (DSparkDataError, TemplateError) as error:  # a template may refuse the order of roles, for one
             raise DSparkDataError(f"Record {number}: {error}") from error
 
 
