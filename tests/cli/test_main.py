@@ -6,6 +6,7 @@ import types
 import pytest
 import yaml
 
+import hf_dspark
 from hf_dspark import __version__, cli
 from hf_dspark.errors import DSparkConfigError
 
@@ -129,3 +130,11 @@ def test_importing_the_package_leaves_the_heavy_parts_alone():
     script = f"import sys, hf_dspark, hf_dspark.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_training_classes_are_public_names():
+    from hf_dspark import DSparkTrainer, training
+
+    assert DSparkTrainer is training.DSparkTrainer
+    assert all(getattr(hf_dspark, name) is not None for name in hf_dspark.__all__)
+    assert not hasattr(hf_dspark, "DSparkTreiner")
