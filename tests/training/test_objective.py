@@ -162,6 +162,27 @@ def test_training_forward_equals_drafting(llama):
     torch.testing.assert_close(trained, drafted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_activation_checkpointing_recomputes_and_changes_nothing(kind, targets):
+    target = targets(kind)
+    draft = tiny_draft(target, num_hidden_layers=2).train()
+    batch = make_batch(draft)
+    ids = batch["input_ids"]
+    features, _ = teacher_forward(target, draft.config.target_layer_ids, ids, torch.ones_like(ids))
+    calls = []
+    draft.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    grads = []
+    for enable in (False, True):
+        if enable:
+            draft.activation_checkpointing_enable()
+        draft.zero_grad()
+        draft(features, ids, batch["anchors"]).hidden_states.square().sum().backward()
+        grads.append({name: p.grad.clone() for name, p in draft.named_parameters() if p.grad is not None})
+    assert len(calls) == 1 + 2
+    for name, value in grads[0].items():
+        torch.testing.assert_close(grads[1][name], value, msg=name)
+
+
 def test_slot_mask_by_hand():
     #                    0  1  2  3  4  5  6
     mask = torch.tensor([0, 1, 1, 1, 0, 1, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
@@ -52,7 +53,7 @@ class Gemma4DraftAttention(nn.Module):
         return self.o_proj(out)
 
 
-class Gemma4DraftLayer(nn.Module):
+class Gemma4DraftLayer(GradientCheckpointingLayer):
     """A Gemma4 decoder layer whose attention reads `[ctx ; block]`; its output is multiplied by `layer_scalar`."""
 
     def __init__(self, config: DSparkConfig):

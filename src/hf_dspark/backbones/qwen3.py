@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ..configuration_dspark import DSparkConfig
@@ -49,7 +50,7 @@ class Qwen3DraftAttention(nn.Module):
         return self.o_proj(out)
 
 
-class Qwen3DraftLayer(nn.Module):
+class Qwen3DraftLayer(GradientCheckpointingLayer):
     """A pre-norm decoder layer. `ctx` enters its attention as keys and values only, and is not input-layernormed."""
 
     def __init__(self, config: DSparkConfig):
