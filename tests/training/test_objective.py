@@ -217,7 +217,7 @@ def test_memory_is_bounded(tmp_path):
     printed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
     rise_mib = float(printed.split()[-1])
     logits_mib = 512 * 7 * 152_000 * 4 / 2**20  # one fp32 tensor [slots, vocab], which must never exist
-    assert rise_mib < 1024 < logits_mib
+    assert rise_mib < 900 < logits_mib  # 745 when measured
 
 
 _PEAK = """
