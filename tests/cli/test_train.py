@@ -31,6 +31,7 @@ per_device_train_batch_size: 2
 learning_rate: 1e-3
 bf16: no
 use_cpu: true
+check_data: no
 save_strategy: no
 logging_steps: 1
 report_to: none

@@ -42,6 +42,7 @@ def arguments(folder, **changes) -> DSparkTrainingArguments:
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
+        check_data=False,  # to a random target, any text is unlikely
         seed=3,
     )
     return DSparkTrainingArguments(**{**settings, **changes})
@@ -173,6 +174,19 @@ def test_refused_before_the_first_step(tmp_path):
     with pytest.raises(DSparkDataError, match="processing_class"):
         target = tiny_target()
         DSparkTrainer(tiny_draft(target), target, arguments(tmp_path), train_dataset=records())
+
+
+def test_target_and_data_that_disagree(tmp_path):
+    with pytest.raises(DSparkDataError, match="disagree"):
+        trainer_for(tmp_path, check_data=True).train()
+    uniform = tiny_target()
+    torch.nn.init.normal_(uniform.lm_head.weight, std=1e-3)
+    uniform.lm_head.weight.data[43] += 0.1 * torch.ones(32)
+    likely = [{"prompt": "w1", "response": " ".join(["w2"] * 9)}]
+    ids = DSparkTrainer.encode(likely, tiny_tokenizer(TEMPLATE), arguments(tmp_path), uniform)[0]["input_ids"][None]
+    states = uniform.model(ids).last_hidden_state[0, :-1]
+    uniform.lm_head.weight.data[2] = torch.linalg.lstsq(states, torch.ones(len(states), 1)).solution[:, 0]
+    trainer_for(tmp_path, target=uniform, data=likely, check_data=True, max_steps=1).train()
 
 
 def test_a_wrong_head_map_is_noticed(tmp_path):

@@ -33,6 +33,9 @@ class DSparkTrainingArguments(TrainingArguments):
     alpha_tv: float = field(default=0.9, metadata={"help": "Weight of the distance between draft and target."})
     alpha_conf: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     max_length: int = field(default=2048, metadata={"help": "Longer samples are cut, in tokens."})
+    check_data: bool = field(
+        default=True, metadata={"help": "Refuse data that the target finds less likely than random ids."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("alpha_ce", "alpha_tv", "alpha_conf"):

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from ..errors import DSparkDataError, DSparkTargetError
@@ -14,6 +15,9 @@ from ..modeling_dspark import DSparkDraftModel, head_logits
 from .arguments import DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset
 from .objective import ObjectiveOutput, dspark_objective, teacher_forward
+
+_CHECKED_SAMPLES = 8
+_HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
 
 
 class DSparkTrainer(Trainer):
@@ -75,10 +79,22 @@ class DSparkTrainer(Trainer):
         self.add_callback(_EpochOfAnchors(self.train_dataset))
         self._meters = _Meters(num_slots)
         self._eval_meters = _Meters(num_slots)
-        self._head_checked = False
         longest = max((len(ids) for ids, _ in self.train_dataset.samples), default=0) if self.train_dataset else 0
         if longest:
             model.config.training_max_length = longest
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`, after checks that a wrong pair or wrong data would only fail much later, or never.
+
+        Raises:
+            DSparkTargetError: the draft's head map does not give the target's logits.
+            DSparkDataError: the target finds the data less likely than random ids (unless `check_data=False`).
+        """
+        samples = [self.train_dataset[i] for i in range(min(_CHECKED_SAMPLES, len(self.train_dataset)))]
+        _check_head_map(self.draft, self.target, samples[0]["input_ids"][None])
+        if self.args.check_data:
+            _check_data(self.target, samples)
+        return super().train(*args, **kwargs)
 
     @staticmethod
     def encode(
@@ -113,7 +129,12 @@ class DSparkTrainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ObjectiveOutput]:
         """The three losses over the batch, with the target's forward in front."""
-        features, teacher_states = self._teacher(inputs["input_ids"], inputs["attention_mask"])
+        features, teacher_states = (
+            states.to(inputs["input_ids"].device)
+            for states in teacher_forward(
+                self.target, self.draft.config.target_layer_ids, inputs["input_ids"], inputs["attention_mask"]
+            )
+        )
         output = model(
             features=features,
             input_ids=inputs["input_ids"],
@@ -138,13 +159,6 @@ class DSparkTrainer(Trainer):
         # Gradients are averaged over ranks, the denominator is already global.
         loss = result.loss * self.accelerator.num_processes if model.training else result.loss
         return (loss, result) if return_outputs else loss
-
-    def _teacher(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features, states = teacher_forward(self.target, self.draft.config.target_layer_ids, input_ids, attention_mask)
-        if not self._head_checked:
-            _check_head_map(self.draft, self.target, input_ids[:1], states[:1])
-            self._head_checked = True
-        return features.to(input_ids.device), states.to(input_ids.device)
 
     def prediction_step(
         self,
@@ -232,21 +246,36 @@ class _Meters:
 
 
 @torch.no_grad()
-def _check_head_map(
-    draft: DSparkDraftModel, target: PreTrainedModel, input_ids: torch.Tensor, states: torch.Tensor
-) -> None:
-    """Proves once that the head map on the captured states gives the target's own logits.
+def _check_head_map(draft: DSparkDraftModel, target: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Proves that the head map on the captured states gives the target's own logits.
 
     A state taken before the final norm, or a soft-cap or logit scale that the config lacks, would train the draft
     towards another distribution, and nothing would say so.
     """
+    _, states = teacher_forward(target, draft.config.target_layer_ids, input_ids, torch.ones_like(input_ids))
     theirs = target(input_ids.to(target.device), logits_to_keep=1).logits[:, -1].float()
     ours = draft.scale_and_cap(head_logits(target, states[:, -1])).to(theirs.device).float()
     error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
-    if error > 0.05:
+    if error > _HEAD_TOLERANCE:
         raise DSparkTargetError(
             f"The head map of {type(target).__name__} is not what the draft's config says: its logits differ by "
             f"{error:.0%} from head(last hidden state) with logit_scale {draft.config.logit_scale} and "
             f"final_logit_softcapping {draft.config.final_logit_softcapping}. Build the draft with "
             "`DSparkDraftModel.for_target(target)`."
+        )
+
+
+@torch.no_grad()
+def _check_data(target: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -> None:
+    """Refuses text that the target finds less likely than ids drawn at random: another tokenizer's, as a rule."""
+    losses = []
+    for sample in samples:
+        logits = target(sample["input_ids"][None].to(target.device)).logits[0, :-1].float().cpu()
+        kept = sample["loss_mask"][1:].bool()
+        losses.append(cross_entropy(logits[kept], sample["input_ids"][1:][kept]))
+    loss, random = torch.stack(losses).mean().item(), math.log(target.config.get_text_config().vocab_size)
+    if loss >= random:
+        raise DSparkDataError(
+            f"Target and data disagree: the target's loss on the supervised text is {loss:.1f}, and {random:.1f} would "
+            "be chance. Check that tokenizer and chat template are the target's own; check_data=False trains anyway."
         )
