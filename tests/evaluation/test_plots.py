@@ -2,7 +2,7 @@ import dataclasses
 
 from hf_dspark.evaluation.harness import Evaluation, SetResult
 from hf_dspark.evaluation.metrics import Summary
-from hf_dspark.evaluation.plots import write_plots
+from hf_dspark.evaluation.plots import plot_learning_curve, write_plots
 
 
 def test_three_pictures_per_temperature(tmp_path):
@@ -21,3 +21,12 @@ def test_three_pictures_per_temperature(tmp_path):
     )
     for path in written:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_learning_curve(tmp_path):
+    history = [
+        {"step": 1, "loss": 3.0},
+        *({"step": n, "eval_accepted_length_greedy": 1.2, "eval_accepted_length_sample": 1.1} for n in (2, 4)),
+    ]
+    plot_learning_curve({"DSpark": history, "DFlash": history}, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -99,7 +100,8 @@ def _yaml_options(file: str, known: set[str]) -> list[str]:
 def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DSparkDraftModel:
     """Loads target and data, builds or loads the draft, trains it, and writes it to `args.output_dir`.
 
-    The folder gets the draft in `model_args.export_dtype`, the tokenizer stays with the target; checkpoints below it
+    The folder gets the draft in `model_args.export_dtype`, `trainer_state.json` with all that was logged and (with the
+    extra `eval`) a picture of the learning curve; the tokenizer stays with the target; checkpoints below it
     are fp32 and hold what an exact resume needs.
     """
     import torch
@@ -149,6 +151,11 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
         trainer.evaluate()
     trainer.save_state()
     if trainer.is_world_process_zero():
+        if eval_dataset is not None and importlib.util.find_spec("matplotlib") is not None:
+            from ..evaluation.plots import plot_learning_curve
+
+            name = os.path.basename(os.path.normpath(args.output_dir))
+            plot_learning_curve({name: trainer.state.log_history}, os.path.join(args.output_dir, "learning_curve.png"))
         draft.to(getattr(torch, model_args.export_dtype)).save_pretrained(args.output_dir)
     return draft
 

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation, as PNG files."""
+"""Pictures of an evaluation and of a training run, as PNG files."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def write_plots(evaluation: Evaluation, directory: str | os.PathLike) -> list[Pa
             figure.savefig(path, dpi=150)
             written.append(path)
     return written
+
+
+def plot_learning_curve(histories: dict[str, list[dict[str, Any]]], path: str | os.PathLike) -> None:
+    """Expected accepted length on held-out text over training steps, greedy and sampling.
+
+    Args:
+        histories: the `log_history` of a `trainer_state.json` per run, by the name to show.
+        path: the PNG file to write.
+    """
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    for i, (name, history) in enumerate(histories.items()):
+        for mode, line in (("greedy", "o-"), ("sample", "s--")):
+            key = f"eval_accepted_length_{mode}"
+            points = [(entry["step"], entry[key]) for entry in history if key in entry]
+            axes.plot(*zip(*points), line, color=f"C{i}", markersize=4, label=f"{name}, {mode}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("expected accepted length, held out")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
 
 
 def _names(results: list[SetResult]) -> tuple[list[str], list[str]]:
