@@ -61,6 +61,12 @@ def test_an_answer_that_was_cut_has_no_end_of_turn():
     assert ids[-1] == 7 and kept == [3, 4, 43, 6, 7]
 
 
+def test_a_cut_answer_must_be_text():
+    parts = [TWO_TURNS[0], {"role": "assistant", "content": ["w3"]}]
+    with pytest.raises(DSparkDataError, match="list"):
+        supervised(CHATML.replace("m['content']", "m['content'] | string"), parts, finished=False)
+
+
 def test_the_newline_after_the_end_of_turn_is_not_supervised():
     """SmolLM2 and Qwen put a newline behind <|im_end|>; nobody generates it."""
     template = CHATML.replace(" w44", " \n")

@@ -167,6 +167,9 @@ def test_anchors_change_with_the_epoch(tmp_path):
 def test_refused_before_the_first_step(tmp_path):
     with pytest.raises(DSparkDataError, match="Nothing to supervise"):
         trainer_for(tmp_path, data=[{"messages": [{"role": "user", "content": "w1 w2"}]}])
+    with pytest.raises(DSparkDataError, match="train_dataset"):
+        target = tiny_target()
+        DSparkTrainer(tiny_draft(target), target, arguments(tmp_path)).train()
     with pytest.raises(DSparkTargetError, match="vocab_size"):
         other = tiny_draft(tiny_target())
         other._target_ref, other.config.vocab_size = None, 99

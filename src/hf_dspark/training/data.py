@@ -157,7 +157,10 @@ def encode_conversation(
         spans.append((len(before), len(upto.rstrip())))
     if not finished and spans:
         start, end = spans[-1]
-        content = messages[-1]["content"].rstrip()
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise DSparkDataError(f"An unfinished answer must be text, but its content is a {type(content).__name__}.")
+        content = content.rstrip()
         found = text.rfind(content, start, end)
         end = found + len(content) if found >= 0 else end
         text, spans[-1] = text[:end], (start, end)

@@ -90,6 +90,8 @@ class DSparkTrainer(Trainer):
             DSparkTargetError: the draft's head map does not give the target's logits.
             DSparkDataError: the target finds the data less likely than random ids (unless `check_data=False`).
         """
+        if self.train_dataset is None:
+            raise DSparkDataError("There is nothing to train on: pass `train_dataset`.")
         samples = [self.train_dataset[i] for i in range(min(_CHECKED_SAMPLES, len(self.train_dataset)))]
         _check_head_map(self.draft, self.target, samples[0]["input_ids"][None])
         if self.args.check_data:
