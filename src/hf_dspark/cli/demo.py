@@ -8,7 +8,11 @@ from .pair import add_pair_arguments, run_pair
 
 HELP = "watch a small real model generate plain and with the shipped draft model, side by side"
 
-_PROMPT = "Explain in a few sentences why the sky is blue."
+# A word problem: neither the text that the shipped draft knows best nor the one it knows least (README, "Measured").
+_PROMPT = (
+    "Lisa has 12 apples and buys 3 bags of 8 apples each. She gives 10 apples to her brother. "
+    "How many apples does she have now?"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
