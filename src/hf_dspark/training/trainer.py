@@ -56,11 +56,6 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         model.bind_target(target)
-        if (
-            model.draft_token_ids is None
-            and model.config.draft_vocab_size != target.config.get_text_config().vocab_size
-        ):
-            raise DSparkTargetError("The draft's output vocabulary does not fit the target.")
         for table in (model.embed_tokens, model.lm_head):
             if table is not None:
                 table.requires_grad_(False)
