@@ -51,9 +51,16 @@ WRONG = [
     ("draft_vocab_size", 0, "from 1 to vocab_size"),
     ("final_logit_softcapping", 0.0, "positive"),
     ("logit_scale", 0.0, "positive"),
-    ("confidence_temperatures", {"greedy": [1.0]}, "positive numbers"),
-    ("confidence_temperatures", {"greedy": [1.0] * 6 + [-1.0]}, "positive numbers"),
+    ("confidence_temperatures", {"greedy": [1.0]}, "7 positive finite numbers"),
+    ("confidence_temperatures", {"greedy": [1.0] * 6 + [-1.0]}, "positive finite numbers"),
+    ("confidence_temperatures", {"greedy": [1.0] * 6 + [0]}, "positive finite numbers"),
+    ("confidence_temperatures", {"greedy": [1.0] * 6 + [float("inf")]}, "positive finite numbers"),
+    ("confidence_temperatures", {"sample": [1.0] * 6 + [float("nan")]}, "positive finite numbers"),
+    ("confidence_temperatures", {"sample": ["1.0"] * 7}, "positive finite numbers"),
+    ("confidence_temperatures", {"sample": 1.0}, "positive finite numbers"),
     ("confidence_temperatures", {"hot": [1.0] * 7}, "'greedy' and 'sample'"),
+    ("confidence_calibration", {"hot": {}}, "'greedy' and 'sample'"),
+    ("confidence_calibration", {"greedy": 2000}, "each a dict"),
     ("tie_word_embeddings", True, "never ties"),
     ("global_head_dim", 16, "None with backbone 'qwen3'"),
     ("attention_k_eq_v", True, "False with backbone 'qwen3'"),
@@ -102,7 +109,11 @@ def test_layer_ids_never_reach_the_final_layer():
 
 
 def test_round_trip_through_auto_config(tmp_path):
-    config = small(confidence_temperatures={"greedy": [1.5] * 7}, training_max_length=512, eos_token_id=[1, 2])
+    calibrated = dict(
+        confidence_temperatures={"greedy": [1.5] * 7},
+        confidence_calibration={"greedy": {"blocks": 2000, "data": ["a"]}},
+    )
+    config = small(**calibrated, training_max_length=512, eos_token_id=[1, 2])
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert type(again) is DSparkConfig

@@ -41,7 +41,9 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
 def tiny_draft(target: LlamaForCausalLM, seed: int = 1, **config) -> DSparkDraftModel:
     torch.manual_seed(seed)
     config = {"num_hidden_layers": 1, "block_size": 4, "markov_rank": 4, "target_layer_ids": [0, 2], **config}
-    return DSparkDraftModel.for_target(target, **config).eval()
+    draft = DSparkDraftModel.for_target(target, **config).eval()
+    draft.scheduler = None  # full blocks, whatever the clock says
+    return draft
 
 
 def save_pair(folder, **draft_config) -> tuple[str, str]:

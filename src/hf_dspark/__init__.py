@@ -14,6 +14,7 @@ from .errors import DSparkError
 from .generation.seam import install
 from .generation.stats import GenerationStats
 from .modeling_dspark import DSparkDraftModel
+from .scheduling import PrefixScheduler, SequentialTemperatureScaling, ThroughputCurve
 
 if TYPE_CHECKING:
     from .training import DSparkTrainer, DSparkTrainingArguments
@@ -41,5 +42,8 @@ __all__ = [
     "DSparkTrainer",
     "DSparkTrainingArguments",
     "GenerationStats",
+    "PrefixScheduler",
+    "SequentialTemperatureScaling",
+    "ThroughputCurve",
     "__version__",
 ]

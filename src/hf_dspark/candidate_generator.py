@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
@@ -12,6 +13,9 @@ from transformers.utils import logging
 
 from .errors import DSparkGenerationError
 from .modeling_dspark import DSparkDraftModel
+
+if TYPE_CHECKING:
+    from .scheduling.prefix_scheduler import PrefixWalk
 
 logger = logging.get_logger(__name__)
 
@@ -79,6 +83,8 @@ class DraftBlock(NamedTuple):
         usable: bool [ℓ], `False` from the first draft on that came from NaN logits: it counts as not proposed.
         scheduled: the length decided before drafting.
         reason: what decided it (see `GenerationStats.reasons`).
+        confidences: c_k of the positions that were looked at; empty when nothing depended on them.
+        confidence_logits: their logits, before calibration.
     """
 
     token_ids: torch.Tensor
@@ -86,11 +92,29 @@ class DraftBlock(NamedTuple):
     usable: torch.Tensor
     scheduled: int
     reason: str
+    confidences: tuple[float, ...] = ()
+    confidence_logits: tuple[float, ...] = ()
 
     @property
     def length(self) -> int:
         """ℓ."""
         return self.token_ids.shape[1]
+
+
+class RoundPlan(NamedTuple):
+    """What is known of a round before it is drafted (see `generation/pacing.py`).
+
+    Attributes:
+        drafting: `False`: a plain step, for `reason`.
+        reason: what decides the length where nothing else cuts it; `None`: it is the full block.
+        walk: decides the length draft by draft, from confidences.
+        keep: a length decided beforehand (lagged policy): the whole block is drafted, for its confidences, and cut.
+    """
+
+    drafting: bool = True
+    reason: str | None = None
+    walk: PrefixWalk | None = None
+    keep: int | None = None
 
 
 def resolve_knobs(draft: DSparkDraftModel, generation_config: GenerationConfig) -> tuple[int, float | None]:
@@ -172,7 +196,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             for p in self.processors
         )
         temperatures = draft.config.confidence_temperatures or {}
-        self._temperatures = temperatures.get("sample" if self.do_sample else "greedy")
+        self.temperatures = temperatures.get("sample" if self.do_sample else "greedy")
         self._saw_prefill = False
 
     # ------------------------------------------------------------------------------------------------------------
@@ -203,15 +227,22 @@ class DSparkCandidateGenerator(CandidateGenerator):
     # ------------------------------------------------------------------------------------------------------------
     # One block
     # ------------------------------------------------------------------------------------------------------------
-    def propose(self, input_ids: torch.Tensor, anchor_position: torch.Tensor, budget: int | None) -> DraftBlock:
+    def propose(
+        self,
+        input_ids: torch.Tensor,
+        anchor_position: torch.Tensor,
+        budget: int | None,
+        plan: RoundPlan = RoundPlan(),  # noqa: B008 (immutable)
+    ) -> DraftBlock:
         """Drafts the next block.
 
         Args:
             input_ids: int64 [1, T], the text so far; its last token is the anchor.
             anchor_position: int64 [1], the anchor's absolute position.
             budget: the most drafts that are of use (what is left to `max_length`, less one); `None`: no limit.
+            plan: whether to draft, and what decides the length.
         """
-        length, reason = self.limit, "full block"
+        length, reason = self.limit, plan.reason or "full block"
         if length < self.draft.config.num_draft_tokens:
             reason = "num_assistant_tokens"
         if budget is not None and budget < length:
@@ -222,6 +253,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return self.empty_block(input_ids, reason)
         if self.context_tokens == 0:
             return self.empty_block(input_ids, "no context")
+        if not plan.drafting:
+            return self.empty_block(input_ids, plan.reason or reason)
         try:
             self._extend_context()
             anchor = input_ids[:, -1].to(self.draft.device)
@@ -230,7 +263,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         except Exception as error:
             self._fail(error)
             return self.empty_block(input_ids, "exception")
-        return self._sequential(base_logits, hidden, state, input_ids, anchor, reason)
+        return self._sequential(base_logits, hidden, state, input_ids, anchor, plan, reason)
 
     def _sequential(
         self,
@@ -239,40 +272,68 @@ class DSparkCandidateGenerator(CandidateGenerator):
         state: torch.Tensor | None,
         prefix: torch.Tensor,
         previous: torch.Tensor,
+        plan: RoundPlan,
         reason: str,
     ) -> DraftBlock:
         """The sequential stage, left to right: draft k is drawn before anything about draft k+1 is known.
 
-        What ends it early (threshold, exception) is known before the draft at that position is drawn, and the drafts
-        before it stay: withholding one because of what followed it would bias the text.
+        What ends it early (scheduler, threshold, exception) is known before the draft at that position is drawn, and
+        the drafts before it stay: withholding one because of what followed it would bias the text.
         """
         scheduled = base_logits.shape[1]
         tokens: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []  # q of each draft, or its top logit when greedy
+        seen: list[torch.Tensor] = []  # confidence logits [1]
+        looks = self.draft.record_confidence or not (self.threshold is plan.walk is plan.keep is None)
+        looks = looks and self.draft.confidence_head is not None
+        # On a CPU a confidence can be read at once, and what is dropped is not drafted. Elsewhere reading would wait
+        # for the device at every step: all is drafted, and cut by the same rule.
+        at_once = self.draft.device.type == "cpu"
         input_ids = prefix
+        stop: str | None = None
         for k in range(scheduled):
             try:
                 logits, embedding, state = self.draft.sequential_step(base_logits[:, k], hidden[:, k], previous, state)
-                if self.threshold is not None and not self._confidence(hidden[:, k], embedding, k) >= self.threshold:
-                    scheduled, reason = k, "threshold"
-                    break
+                if looks:
+                    seen.append(self._confidence_logit(hidden[:, k], embedding))
+                    stop = self._stop(float(seen[-1]), k, plan) if at_once else None
+                    if stop is not None:
+                        break
                 token, row = self._choose(logits, prefix)
             except Exception as error:
                 self._fail(error)
-                reason = "exception"
+                stop = "exception"
                 break
             tokens.append(token)
             rows.append(row)
             previous = token.to(previous.device)
             if self.processors:
                 prefix = torch.cat([prefix, token.to(prefix.device)[:, None]], dim=1)
-        if not tokens:
-            return self.empty_block(input_ids, reason, scheduled)
-        token_ids = torch.stack(tokens, dim=1).to(input_ids.device)
-        marks = torch.stack([row.sum() for row in rows]).to(input_ids.device)
-        probabilities = torch.cat(rows).to(input_ids.device) if self.do_sample else None
-        usable = marks.isnan().cumsum(0) == 0
-        return DraftBlock(token_ids, probabilities, usable, scheduled, reason)
+        confidence_logits = tuple(torch.cat(seen).tolist()) if seen else ()
+        length = len(tokens)
+        if not at_once:
+            stops = (self._stop(logit, k, plan) for k, logit in enumerate(confidence_logits[:length]))
+            length, stop = next(((k, why) for k, why in enumerate(stops) if why is not None), (length, stop))
+        if plan.keep is not None:
+            length = min(length, plan.keep)
+        if stop is not None and stop != "exception":
+            scheduled = length
+        elif plan.keep is not None and plan.keep < scheduled:
+            scheduled, reason = plan.keep, plan.reason or reason
+        elif plan.walk is not None and stop is None and reason == "full block":
+            reason = plan.walk.reason
+        reason = stop or reason
+        confidences = tuple(self._calibrate(logit, k) for k, logit in enumerate(confidence_logits))
+        block = self.empty_block(input_ids, reason, scheduled)
+        block = block._replace(confidences=confidences, confidence_logits=confidence_logits)
+        if length == 0:
+            return block
+        marks = torch.stack([row.sum() for row in rows[:length]]).to(input_ids.device)
+        return block._replace(
+            token_ids=torch.stack(tokens[:length], dim=1).to(input_ids.device),
+            probabilities=torch.cat(rows[:length]).to(input_ids.device) if self.do_sample else None,
+            usable=marks.isnan().cumsum(0) == 0,
+        )
 
     def _choose(self, logits: torch.Tensor, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft logits [1, Vd] → the draft, int64 [1], and fp32 q [1, V] (sampling) or the top logit [1] (greedy).
@@ -298,13 +359,25 @@ class DSparkCandidateGenerator(CandidateGenerator):
             row = row.new_zeros((1, self.draft.config.vocab_size)).index_copy_(1, reduced, row)
         return reduced[index], row
 
-    def _confidence(self, hidden: torch.Tensor, embedding: torch.Tensor | None, k: int) -> float:
-        """c_k, from what is known before draft k is drawn."""
-        assert self.draft.confidence_head is not None  # `resolve_knobs` refuses a threshold otherwise
-        logit = self.draft.confidence_head(hidden, embedding)
-        if self._temperatures is not None:
-            logit = logit / self._temperatures[k]
-        return float(logit.sigmoid())
+    def _confidence_logit(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        """The logit of c_k, fp32 [1], from what is known before draft k is drawn."""
+        assert self.draft.confidence_head is not None  # the caller looks first
+        return self.draft.confidence_head(hidden, embedding)
+
+    def _calibrate(self, logit: float, k: int) -> float:
+        """c_k."""
+        if self.temperatures is not None:
+            logit /= self.temperatures[k]
+        return 0.5 * (1 + math.tanh(0.5 * logit))  # the logistic function, in a form that cannot overflow
+
+    def _stop(self, logit: float, k: int, plan: RoundPlan) -> str | None:
+        """Why the draft at position k is not verified, from its confidence logit; `None`: it is."""
+        confidence = self._calibrate(logit, k)
+        if self.threshold is not None and not confidence >= self.threshold:
+            return "threshold"
+        if plan.walk is not None and not plan.walk.admit(confidence):
+            return plan.walk.reason
+        return None
 
     def empty_block(self, input_ids: torch.Tensor, reason: str, scheduled: int = 0) -> DraftBlock:
         """No drafts, so a round that is a plain step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -12,6 +14,7 @@ from .errors import DSparkConfigError
 
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+DECODING_MODES = ("greedy", "sample")
 GEMMA4_TEXT_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 _DERIVED: Any = None  # default of the fields that `__post_init__` fills in from the others
@@ -49,7 +52,9 @@ class DSparkConfig(PreTrainedConfig):
         enable_confidence_head (`bool`): Whether the model predicts c_k, the chance that draft k is accepted.
         confidence_head_with_markov (`bool`): Whether that head also reads the Markov embedding of the previous token.
         confidence_temperatures (`dict`, *optional*): Calibrated temperatures, `{"greedy": [...], "sample": [...]}`, one
-            per draft position; they divide the confidence logits.
+            per draft position; they divide the confidence logits. `hf-dspark calibrate` writes them.
+        confidence_calibration (`dict`, *optional*): What they were fitted on, a dict per mode: blocks, data, target,
+            sampling temperature, ECE before and after, date.
         draft_vocab_size (`int`, *optional*): Width of the draft's own output vocabulary. Below `vocab_size`, the draft
             owns `lm_head.weight` and the offset table `d2t` (target id = draft id + d2t[draft id]).
         final_logit_softcapping (`float`, *optional*): tanh soft-cap of the target's head, applied before the bias.
@@ -94,6 +99,7 @@ class DSparkConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = _DERIVED
     confidence_temperatures: dict | None = None
+    confidence_calibration: dict | None = None
     draft_vocab_size: int = _DERIVED
     final_logit_softcapping: float | None = None
     logit_scale: float = 1.0
@@ -197,16 +203,7 @@ class DSparkConfig(PreTrainedConfig):
             refuse("final_logit_softcapping", "positive, or None")
         if self.logit_scale <= 0:
             refuse("logit_scale", "positive")
-        temperatures = self.confidence_temperatures
-        if temperatures is not None:
-            good = set(temperatures) <= {"greedy", "sample"} and all(
-                len(row) == self.num_draft_tokens and all(t > 0 for t in row) for row in temperatures.values()
-            )
-            if not good:
-                refuse(
-                    "confidence_temperatures",
-                    f"a dict with keys 'greedy' and 'sample', each {self.num_draft_tokens} positive numbers",
-                )
+        self._check_calibration(refuse)
         if self.tie_word_embeddings:
             refuse("tie_word_embeddings", "False: a draft model borrows both tables and never ties its own")
         if self.backbone != "gemma4":
@@ -215,6 +212,27 @@ class DSparkConfig(PreTrainedConfig):
                     refuse(name, "None with backbone 'qwen3'")
             if self.attention_k_eq_v:
                 refuse("attention_k_eq_v", "False with backbone 'qwen3'")
+
+    def _check_calibration(self, refuse: Callable[[str, str], None]) -> None:
+        def is_row(row: Any) -> bool:
+            return isinstance(row, (list, tuple)) and len(row) == self.num_draft_tokens and all(map(is_good, row))
+
+        def is_good(t: Any) -> bool:
+            return isinstance(t, (int, float)) and not isinstance(t, bool) and t > 0 and math.isfinite(t)
+
+        for name, is_value, allowed in (
+            ("confidence_temperatures", is_row, f"a list of {self.num_draft_tokens} positive finite numbers"),
+            ("confidence_calibration", lambda value: isinstance(value, dict), "a dict"),
+        ):
+            modes = getattr(self, name)
+            if modes is None:
+                continue
+            if (
+                not isinstance(modes, dict)
+                or not set(modes) <= set(DECODING_MODES)
+                or not all(map(is_value, modes.values()))
+            ):
+                refuse(name, f"None, or a dict with keys 'greedy' and 'sample' (one or both), each {allowed}")
 
     @classmethod
     def for_target(cls, target_config: PreTrainedConfig, **kwargs: Any) -> DSparkConfig:

@@ -27,3 +27,7 @@ class DSparkDataError(DSparkError, ValueError):
 
 class DSparkDependencyError(DSparkError, ImportError):
     """An optional dependency, or a supported version of a required one, is missing."""
+
+
+class DSparkMeasurementError(DSparkError, RuntimeError):
+    """A measurement failed, or is too noisy to be used; nothing of it was kept."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +18,11 @@ from .backbones import draft_layer, draft_norm
 from .configuration_dspark import DSparkConfig
 from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
 from .heads import ConfidenceHead, MarkovHead
+from .scheduling.prefix_scheduler import PrefixScheduler
+from .scheduling.throughput import ThroughputCurve, ThroughputProfile
 
 if TYPE_CHECKING:
+    from .generation.pacing import RoundTimes
     from .generation.stats import GenerationStats
 
 _COMPARED_ROWS = 64  # rows of two vocabulary tables compared before they are compared in full
@@ -59,6 +62,13 @@ class DSparkDraftModel(PreTrainedModel):
         last_stats (`GenerationStats`): what the last `generate` call did; `None` before the first.
         generation_config (`GenerationConfig`): the draft's own; `num_assistant_tokens` (a cap on the drafts per round)
             and `assistant_confidence_threshold` are unset, which means γ and off.
+        scheduler (`"auto"`, `None` or [`PrefixScheduler`]): how many drafts of a block are verified, and whether to
+            draft at all. `"auto"` decides by confidence and by what rounds cost on this machine, verifies full blocks
+            while it learns that, and pauses where drafting does not pay. `None` verifies every block in full. Since
+            measured times decide, a seed gives the same sampled text again only with `None`, or with `throughput` set.
+        throughput ([`ThroughputCurve`] or `ThroughputProfile`): what rounds cost, fixed; `None` to measure it.
+        round_times (`RoundTimes`): what the rounds so far cost; set to `None` to forget it.
+        record_confidence (`bool`): whether `last_stats.confidence_logits` is filled.
     """
 
     config_class = DSparkConfig
@@ -75,6 +85,10 @@ class DSparkDraftModel(PreTrainedModel):
         super().__init__(config)
         self._target_ref: weakref.ref | None = None
         self.last_stats: GenerationStats | None = None
+        self._scheduler: PrefixScheduler | Literal["auto"] | None = "auto"
+        self.throughput: ThroughputCurve | ThroughputProfile | None = None
+        self.round_times: RoundTimes | None = None
+        self.record_confidence = False
         self.generation_config = GenerationConfig()
         own_lm_head = own_lm_head or config.draft_vocab_size < config.vocab_size
         self.embed_tokens: nn.Embedding | None = None
@@ -97,6 +111,19 @@ class DSparkDraftModel(PreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.gradient_checkpointing = False
         self.post_init()
+
+    @property
+    def scheduler(self) -> PrefixScheduler | Literal["auto"] | None:
+        """See the class."""
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, value: PrefixScheduler | Literal["auto"] | None) -> None:
+        if value is not None and value != "auto" and not isinstance(value, PrefixScheduler):
+            raise DSparkConfigError(
+                f"draft.scheduler is {value!r}, but must be 'auto', None (every block in full) or a PrefixScheduler."
+            )
+        self._scheduler = value
 
     # ------------------------------------------------------------------------------------------------------------
     # The target and the two shared tables
@@ -155,6 +182,7 @@ class DSparkDraftModel(PreTrainedModel):
         if self.lm_head is not None and full_vocab and _tables_equal(self.lm_head, target.get_output_embeddings()):
             self.lm_head = None
         self._target_ref = weakref.ref(target)
+        self.round_times = None
 
     def get_input_embeddings(self) -> nn.Module | None:
         """The draft's own embedding, or `None` when it borrows the target's."""

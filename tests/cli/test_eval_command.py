@@ -40,6 +40,17 @@ def test_eval_writes_table_json_and_plots(pair, prompts, tmp_path, capsys):
     assert not Path(f"{out}.partial.jsonl").exists()
 
 
+def test_full_blocks_or_what_generate_does(pair, prompts, tmp_path):
+    """By default the scheduler is on, as in `generate`. Full blocks are what it says."""
+    for flags, full in ((["--full-blocks"], True), ([], False)):
+        out = tmp_path / f"{full}.json"
+        assert run("--draft", pair[1], "--data", prompts, "--json", str(out), *flags) == 0
+        values = json.loads(out.read_text())
+        assert values["settings"]["full_blocks"] is full
+        reasons = {r for p in values["prompts"] for one in p["runs"] if one["stats"] for r in one["stats"]["reasons"]}
+        assert (reasons <= {"full block", "length budget"}) is full
+
+
 def test_the_target_may_be_left_to_the_draft(pair, prompts):
     assert run("--draft", pair[1], "--data", prompts, "--limit", "1") == 0
 

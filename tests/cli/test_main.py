@@ -36,7 +36,7 @@ def verb_that(monkeypatch):
 def test_help_lists_every_verb(capsys):
     assert status_of(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n    {verb} " in text for verb in cli.VERBS)
+    assert all(f"\n    {verb}" in text for verb in cli.VERBS)
 
 
 def test_version(capsys):

@@ -14,6 +14,7 @@ from hf_dspark.backbones.attention import apply_rope
 from hf_dspark.errors import DSparkConfigError, DSparkDataError, DSparkTargetError
 from hf_dspark.training import DSparkTrainer, DSparkTrainingArguments, initialize_draft
 from hf_dspark.training.objective import teacher_forward
+from hf_dspark.training.states import StateFolder
 
 TEMPLATE = (
     "{% for m in messages %} w40{{ ' w41' if m['role'] == 'user' else ' w42' }} {{ m['content'] }} w43{% endfor %}"
@@ -126,18 +127,81 @@ def test_batch_times_accumulation(tmp_path):
             torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_resume_is_exact(tmp_path):
+@pytest.mark.parametrize("muon", [None, 0.02])
+def test_resume_is_exact(tmp_path, muon):
     """Interrupted after a checkpoint and resumed in a new trainer: bit for bit the uninterrupted run."""
-    whole = trainer_for(tmp_path / "whole", num_train_epochs=3)
+    whole = trainer_for(tmp_path / "whole", num_train_epochs=3, muon_learning_rate=muon)
     whole.train()
 
-    saving = dict(num_train_epochs=3, save_strategy="steps", save_steps=8)  # in the middle of the second epoch
+    # In the middle of the second epoch.
+    saving = dict(num_train_epochs=3, save_strategy="steps", save_steps=8, muon_learning_rate=muon)
     trainer_for(tmp_path / "part", **saving).train()
     resumed = trainer_for(tmp_path / "part", draft=tiny_draft(tiny_target(), seed=99), **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-8"))
 
     expected, got = weights(whole.draft), weights(resumed.draft)
     assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_muon_moves_the_matrices_and_adamw_the_rest(tmp_path):
+    """Both learning rates follow the schedule, and each optimiser holds what it is meant for."""
+    trainer = trainer_for(tmp_path, muon_learning_rate=0.02, lr_scheduler_type="constant", warmup_steps=0)
+    trainer.train()
+    muon, adamw = trainer.optimizer.optimizer.parts
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.02, 3e-3]
+    names = {id(parameter): name for name, parameter in trainer.draft.named_parameters()}
+    moved = {names[id(parameter)] for parameter in muon.param_groups[0]["params"]}
+    assert "fc.weight" in moved and "layers.0.mlp.up_proj.weight" in moved
+    rest = {names[id(parameter)] for parameter in adamw.param_groups[0]["params"]}
+    assert "markov_head.markov_w1.weight" in rest and "norm.weight" in rest and not moved & rest
+    declared = {name for name, parameter in trainer.draft.named_parameters() if parameter.requires_grad}
+    assert moved | rest == declared
+    assert trainer.state.log_history[-2]["loss"] < trainer.state.log_history[0]["loss"]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_kept_states_change_nothing(tmp_path, reduced):
+    """With the target's states kept on disk: the same draft, and no target forward once they are there."""
+    config = {}
+    if reduced:
+        config = {"draft_vocab_size": 24, "draft_token_ids": torch.arange(24) + 8}
+    target = tiny_target()
+    online = trainer_for(tmp_path / "online", draft=tiny_draft(target, **config), target=target)
+    online.train()
+
+    def kept(calls):
+        target = tiny_target()
+        trainer = trainer_for(
+            tmp_path / "kept",
+            draft=tiny_draft(target, **config),
+            target=target,
+            target_states=str(tmp_path / "states"),
+        )
+        target.register_forward_hook(lambda *_: calls.append(1))
+        trainer.train()
+        return trainer
+
+    for expected_calls in (12 + 1, 1):  # every sequence once, then only the check of the head map
+        calls: list[int] = []
+        trainer = kept(calls)
+        assert len(calls) == expected_calls + 1
+        for name, value in weights(online.draft).items():
+            torch.testing.assert_close(weights(trainer.draft)[name], value, atol=2e-5, rtol=1e-3, msg=name)
+    assert not list((tmp_path / "states").rglob("*.part"))
+
+
+def test_kept_states_belong_to_their_target(tmp_path):
+    """Another fine-tune of the same architecture, or other taps, never read these files."""
+    target, other = tiny_target(), tiny_target()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    folders = {
+        StateFolder(tmp_path, tiny_draft(which, target_layer_ids=taps)).folder
+        for which in (target, other)
+        for taps in ([0, 2], [0, 1])
+    }
+    assert len(folders) == 4
+    assert StateFolder(tmp_path, tiny_draft(tiny_target(), target_layer_ids=[0, 2])).folder in folders
 
 
 def test_checkpoints_are_drafts(tmp_path):

@@ -23,7 +23,7 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-VERBS = ("demo", "generate", "eval", "train")
+VERBS = ("demo", "generate", "eval", "train", "profile", "calibrate")
 
 
 class _Parser(argparse.ArgumentParser):

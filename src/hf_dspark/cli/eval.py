@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ from .loading import (
     target_name,
     temperature,
 )
+from .results import describe_data, describe_machine, refuse_doubles, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, help="when sampling; default: 1 (off)")
     parser.add_argument("--seed", type=int, default=0, help="when sampling; default: 0")
     parser.add_argument(
+        "--full-blocks",
+        action="store_true",
+        help="verify every block in full and never pause (draft.scheduler = None); default: as generate does",
+    )
+    parser.add_argument(
         "--json",
         metavar="FILE",
         help="write every number there; an interrupted evaluation leaves FILE.partial.jsonl and goes on from it",
@@ -77,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plots is not None:
         from ..evaluation.plots import write_plots  # a missing matplotlib is told now, not in an hour
     names = display_names(args.draft)
-    _refuse_doubles("--draft", args.draft, names)
-    _refuse_doubles("--data", args.data, [Path(path).stem for path in args.data])
+    refuse_doubles("--draft", args.draft, names)
+    refuse_doubles("--data", args.data, [Path(path).stem for path in args.data])
     prompt_sets = [load_prompts(path, args.limit) for path in args.data]
     settings = EvaluationSettings(
         max_new_tokens=args.max_new_tokens,
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         name = target_name(args, args.draft[0])
         target, tokenizer = load_target(name, args, report)
         drafts = {label: load_draft(path, target, args) for label, path in zip(names, args.draft)}
+        for draft in drafts.values():
+            draft.scheduler = None if args.full_blocks else "auto"
         description = _describe(args, name, settings, target, drafts, prompt_sets)
     log = Console(stderr=True)
     partial = PartialResults(f"{args.json}.partial.jsonl", description) if args.json is not None else None
@@ -112,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     for line in divergence_lines(evaluation):
         console.print(line, markup=False, highlight=False)
     if args.json is not None:
-        _write_json(args.json, {"settings": description, **evaluation.to_dict()})
+        write_json(args.json, {"settings": description, **evaluation.to_dict()})
         if partial is not None:
             partial.remove()
     if args.plots is not None:
@@ -120,14 +125,6 @@ def run(args: argparse.Namespace) -> int:
     for sentence in evaluation.failures:
         console.print(f"FAILED: {sentence}", style="bold red", markup=False, highlight=False)
     return 1 if evaluation.failures else 0
-
-
-def _refuse_doubles(option: str, given: list[str], names: list[str]) -> None:
-    from ..errors import DSparkDataError
-
-    doubles = sorted({name for name in names if names.count(name) > 1})
-    if doubles:
-        raise DSparkDataError(f"{option}: {given} gives {doubles} twice; results are told apart by these names.")
 
 
 def _describe(
@@ -139,13 +136,8 @@ def _describe(
     prompt_sets: list[PromptSet],
 ) -> dict[str, Any]:
     """Everything that the numbers depend on; also decides whether partial results may be gone on from."""
-    import hashlib
     from dataclasses import asdict
 
-    import torch
-    import transformers
-
-    from .. import __version__
     from ..evaluation.partial import fingerprint
 
     return {
@@ -155,30 +147,8 @@ def _describe(
             label: {"path": path, "fingerprint": fingerprint(draft)}
             for path, (label, draft) in zip(args.draft, drafts.items())
         },
-        "data": {
-            prompts.name: {
-                "file": path,
-                "prompts": len(prompts.conversations),
-                "sha256": hashlib.sha256(json.dumps(prompts.conversations).encode()).hexdigest()[:16],
-            }
-            for path, prompts in zip(args.data, prompt_sets)
-        },
+        "data": describe_data(args.data, prompt_sets),
+        "full_blocks": args.full_blocks,
         **asdict(settings),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs",
-        "versions": {
-            "hf-dspark": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        **describe_machine(target),
     }
-
-
-def _write_json(path: str, values: dict[str, Any]) -> None:
-    temporary = f"{path}.tmp"
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(values, stream, indent=1)
-    os.replace(temporary, path)  # never half a file

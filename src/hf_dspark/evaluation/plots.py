@@ -1,4 +1,4 @@
-"""Pictures of an evaluation and of a training run, as PNG files."""
+"""Pictures of an evaluation, a training run and a throughput measurement, as PNG files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DSparkDependencyError
+from ..scheduling.throughput import ThroughputProfile
 from .harness import Evaluation, SetResult
 
 try:  # Figure alone: pyplot would pick a backend and keep global state
@@ -62,6 +63,43 @@ def plot_learning_curve(histories: dict[str, list[dict[str, Any]]], path: str | 
     axes.set_ylabel("expected accepted length, held out")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def plot_throughput(profile: ThroughputProfile, path: str | os.PathLike) -> None:
+    """A measured profile: milliseconds over the rows of a forward, and the speed-up that follows for each acceptance.
+
+    Args:
+        profile: of `measure_throughput`; one colour per context length.
+        path: the PNG file to write.
+    """
+    figure = Figure(figsize=(8.6, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    acceptances = [0.02 * i for i in range(50)]
+    for i, context in enumerate(sorted(profile.curves)):
+        curve, colour = profile.curves[context], f"C{i}"
+        left.plot(curve.tokens, [1000 * s for s in curve.seconds], "o", color=colour, markersize=4)
+        rows = range(1, curve.tokens[-1] + 1)
+        fitted = [1000 * curve.seconds_per_step(b) for b in rows]
+        left.plot(rows, fitted, color=colour, linewidth=1, label=f"context {context}")
+        speedups = [profile.expected_speedup(p, context, profile.best_length(p, context)) for p in acceptances]
+        right.plot(acceptances, speedups, color=colour, label=f"context {context}")
+    if profile.draft_seconds is not None:
+        lengths = range(1, len(profile.draft_seconds) + 1)
+        drafting = [1000 * s for s in profile.draft_seconds]
+        left.plot(lengths, drafting, "s--", color="gray", markersize=3, linewidth=1, label="drafting as many tokens")
+    left.set_title("One forward of the target (dots: medians)", fontsize=10)
+    left.set_xlabel("rows")
+    left.set_ylabel("ms")
+    left.set_ylim(bottom=0)
+    charged = "" if profile.draft_seconds is not None else ", drafting for nothing"
+    right.set_title(f"Expected speed-up with the best block length{charged}", fontsize=10)
+    right.axhline(1, color="black", linewidth=0.8, linestyle="--", label="plain generate")
+    right.set_xlabel("acceptance of a draft, given the ones before it")
+    right.set_ylabel("×")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -20,6 +20,7 @@ from ..candidate_generator import ROW_WISE_PROCESSORS, DraftBlock, DSparkCandida
 from ..errors import DSparkGenerationError, DSparkTargetError
 from .capture import captured_prefill
 from .outputs import OutputRecorder
+from .pacing import PAUSED, Pacer
 from .stats import GenerationStats
 from .verification import Verdict, verify_greedy, verify_one, verify_sampled
 
@@ -69,6 +70,8 @@ class DecodingLoop:
         self.model_kwargs = model_kwargs
         self.recorder = OutputRecorder(generation_config)
         self.stats = GenerationStats()
+        if generator.draft.confidence_head is not None:
+            self.stats.calibrated = generator.temperatures is not None
         self.finished = False
         self.do_sample = bool(generation_config.do_sample)
         self.row_wise = all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
@@ -142,6 +145,7 @@ class DecodingLoop:
                 part, part_positions = part[:, part_real.to(part.device)], part_positions[:, part_real]
             generator.observe(part, part_positions)
         self.stats.context_tokens = generator.context_tokens
+        self.pacer = Pacer(generator.draft, self.host.target, int(self.cache.get_seq_length()))
         self.recorder.add_prefill(outputs)
         self._commit(outputs.logits[:, -1:], None)
         self.model_kwargs = self.host.advance(self.model_kwargs, 1, outputs)
@@ -163,13 +167,16 @@ class DecodingLoop:
 
     def _round(self, forward: Any) -> None:
         started = perf_counter()
+        generator = self.generator
         anchor_position = self._first_anchor + (self.ids.shape[1] - self._start - 1)
-        budget = None if self.max_length is None else self.max_length - self.ids.shape[1] - 1
+        budget = None if self.max_length is None else max(self.max_length - self.ids.shape[1] - 1, 0)
+        limit = generator.limit if budget is None else min(generator.limit, budget)
+        plan = self.pacer.plan(limit)
         if self.synced_gpus:
             # The draft borrows modules whose weights are gathered from all ranks, and ranks draft differently.
-            block = self.generator.empty_block(self.ids, "synced_gpus")
+            block = generator.empty_block(self.ids, "synced_gpus")
         else:
-            block = self.generator.propose(self.ids, anchor_position, budget)
+            block = generator.propose(self.ids, anchor_position, budget, plan)
         drafted = perf_counter()
         outputs = self._forward(forward, block)
         length = block.length
@@ -177,15 +184,20 @@ class DecodingLoop:
         verified = perf_counter()
         self.recorder.add_rows(outputs, count, self.host.target, self.cache)
         self.cache.crop(count - length - 1)
-        if self.generator.failure is None:
-            features = self.generator.features(tuple(h if h is None else h[:, :count] for h in outputs.hidden_states))
+        if generator.failure is None:
+            features = generator.features(tuple(h if h is None else h[:, :count] for h in outputs.hidden_states))
             offsets = torch.arange(count, device=anchor_position.device)
-            self.generator.observe(features, (anchor_position + offsets)[None])
+            generator.observe(features, (anchor_position + offsets)[None])
         self.model_kwargs = self.host.advance(self.model_kwargs, count, outputs)
         self.stats.draft_seconds += drafted - started
         self.stats.verify_seconds += verified - drafted
+        self.stats.paused_rounds += block.reason == PAUSED
+        if generator.failure is None and not self.synced_gpus:
+            confidences = list(block.confidences)
+            self.pacer.record(plan, limit, length + 1, count, drafted - started, verified - drafted, confidences)
         reason = block.reason if proposed == length else "NaN logits"
-        self.stats.add_round(proposed, accepted, block.scheduled, reason)
+        logits = list(block.confidence_logits) if generator.draft.record_confidence else []
+        self.stats.add_round(proposed, accepted, block.scheduled, reason, list(block.confidences), logits)
 
     def _forward(self, forward: Any, block: DraftBlock | None) -> Any:
         """The target on the anchor and the drafts of `block`."""

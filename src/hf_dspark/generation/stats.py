@@ -8,17 +8,23 @@ from typing import Any
 
 @dataclass
 class GenerationStats:
-    """Counts and times of one call. The four lists have one entry per round (one target forward after the prefill).
+    """Counts and times of one call. The lists have one entry per round (one target forward after the prefill).
 
     Attributes:
         new_tokens: tokens that the call added, the first one (from the prefill) included.
         proposed: drafts that were verified in each round.
         accepted: of these, how many were committed to the text, after any cut by a stop inside the block.
         scheduled: the length ℓ that was decided for each round before drafting it.
-        reasons: what decided it: "full block", "num_assistant_tokens", "length budget", "threshold", "NaN logits",
-            "exception", "no context", "synced_gpus".
+        reasons: what decided it: "full block" (with why, where there was a choice), "num_assistant_tokens", "length
+            budget", "threshold", a reason of the scheduler's (see `Schedule`), "paused", "plain step (timed)", "NaN
+            logits", "exception", "no context", "synced_gpus".
+        confidences: the calibrated confidences c_k of each round, of the positions that were looked at, in order;
+            empty where nothing depended on them.
+        confidence_logits: their logits before calibration, with `draft.record_confidence` set.
         draft_seconds: wall time of drafting, all rounds; no device synchronisation is added for it.
         verify_seconds: wall time of the target's forwards and of the decisions, all rounds, without the prefill.
+        calibrated: whether the draft's config has confidence temperatures for this kind of decoding, greedy or
+            sampling; `None` without a confidence head.
         paused_rounds: rounds that were plain steps because drafting did not pay.
         context_tokens: how many tokens of the prompt the draft had features for. Less than the prompt when a
             user-made cache already held a part of it.
@@ -30,18 +36,31 @@ class GenerationStats:
     accepted: list[int] = field(default_factory=list)
     scheduled: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    confidences: list[list[float]] = field(default_factory=list)
+    confidence_logits: list[list[float]] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    calibrated: bool | None = None
     paused_rounds: int = 0
     context_tokens: int = 0
     failure: str | None = None
 
-    def add_round(self, proposed: int, accepted: int, scheduled: int, reason: str) -> None:
+    def add_round(
+        self,
+        proposed: int,
+        accepted: int,
+        scheduled: int,
+        reason: str,
+        confidences: list[float],
+        confidence_logits: list[float],
+    ) -> None:
         """Records one round."""
         self.proposed.append(proposed)
         self.accepted.append(accepted)
         self.scheduled.append(scheduled)
         self.reasons.append(reason)
+        self.confidences.append(confidences)
+        self.confidence_logits.append(confidence_logits)
 
     @property
     def rounds(self) -> int:
@@ -79,6 +98,9 @@ class GenerationStats:
             "accepted": list(self.accepted),
             "scheduled": list(self.scheduled),
             "reasons": list(self.reasons),
+            "confidences": [list(row) for row in self.confidences],
+            "confidence_logits": [list(row) for row in self.confidence_logits],
+            "calibrated": self.calibrated,
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
             "paused_rounds": self.paused_rounds,
@@ -98,7 +120,9 @@ class GenerationStats:
             f"features for {self.context_tokens} prompt tokens."
         )
         if self.paused_rounds:
-            text += f" Drafting paused for {self.paused_rounds} rounds."
+            text += f" Drafting paused for {self.paused_rounds} rounds, where it did not pay."
+        if self.calibrated is False and any(self.confidences):
+            text += " The confidences that decided lengths are not calibrated for this mode (hf-dspark calibrate)."
         if self.failure is not None:
             text += f" Drafting was switched off by an exception: {self.failure}."
         return text

@@ -33,6 +33,13 @@ class DSparkTrainingArguments(TrainingArguments):
     alpha_tv: float = field(default=0.9, metadata={"help": "Weight of the distance between draft and target."})
     alpha_conf: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     max_length: int = field(default=2048, metadata={"help": "Longer samples are cut, in tokens."})
+    muon_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak learning rate of Muon on the layers' matrices; unset: AdamW for all."}
+    )
+    target_states: str | None = field(
+        default=None,
+        metadata={"help": "Folder that keeps the target's states after their first use; unset: none are kept."},
+    )
     check_data: bool = field(
         default=True, metadata={"help": "Refuse data that the target finds less likely than random ids."}
     )
@@ -47,6 +54,10 @@ class DSparkTrainingArguments(TrainingArguments):
             raise DSparkConfigError(f"loss_decay_gamma is {self.loss_decay_gamma}, but must be positive.")
         if self.num_anchors < 1:
             raise DSparkConfigError(f"num_anchors is {self.num_anchors}, but must be at least 1.")
+        if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
+            raise DSparkConfigError(
+                f"muon_learning_rate is {self.muon_learning_rate}, but must be positive, or unset for AdamW alone."
+            )
         if self.max_length < 3:
             raise DSparkConfigError(f"max_length is {self.max_length}, but a sample needs at least 3 tokens.")
         if not torch.accelerator.is_available():

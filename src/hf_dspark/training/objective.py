@@ -91,6 +91,8 @@ def dspark_objective(
     alpha_ce: float = 0.1,
     alpha_tv: float = 0.9,
     alpha_conf: float = 1.0,
+    log_total: torch.Tensor | None = None,
+    top: torch.Tensor | None = None,
 ) -> ObjectiveOutput:
     """L = (α_ce·CE + α_tv·‖p_draft − p_target‖₁ + α_conf·BCE(c, 1 − ½‖·‖₁)) over supervised slots, weighted by w_k.
 
@@ -104,6 +106,8 @@ def dspark_objective(
         weights: fp32 [n], w_k.
         denominator: Σ w_k over all ranks and accumulation steps.
         alpha_ce, alpha_tv, alpha_conf: the three factors.
+        log_total, top: fp32 and int64 [B, T], log Σ exp and arg-max of the teacher's logits over the whole vocabulary,
+            where they are known. With them and a reduced draft vocabulary only its ids' logits are formed.
     """
     batch, length = input_ids.shape
     num_slots = slots.shape[-1]
@@ -134,6 +138,8 @@ def dspark_objective(
         order,
         scale * alpha_ce,
         scale * alpha_tv,
+        None if log_total is None else log_total.flatten(),
+        None if top is None else top.flatten(),
     )
     overlap = 1.0 - 0.5 * l1
     confidence = torch.zeros((), device=loss.device)
@@ -176,6 +182,8 @@ class _FusedLoss(torch.autograd.Function):
         order: torch.Tensor,
         coef_ce: torch.Tensor,
         coef_tv: torch.Tensor,
+        log_total: torch.Tensor | None,
+        top_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         needs_grad = any(ctx.needs_input_grad)
         count = len(labels)
@@ -198,18 +206,22 @@ class _FusedLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device_type) if autocast else hidden.dtype
         own_head = None if draft.lm_head is None else draft.lm_head.weight.detach().to(dtype)
         low_w2 = None if w2 is None else w2.to(dtype)
+        # A frozen head of the draft's own holds the target's rows: it gives the teacher's logits as well.
+        teacher_head = own_head if kept is not None and head_weight is None else None
 
         for start in range(0, count, CHUNK_SLOTS):
             chunk = order[start : start + CHUNK_SLOTS]
             positions, row_of = torch.unique_consecutive(teacher_at[chunk], return_inverse=True)
-            teacher = draft.scale_and_cap(head_logits(draft.target, teacher_states[positions]))
-            teacher = teacher.to(hidden.device).float()  # [R, V]
-            top = teacher.argmax(dim=-1)
-            if kept is None:
-                p, outside = teacher.softmax(dim=-1), None
+            states = teacher_states[positions]
+            if teacher_head is not None and log_total is not None and top_ids is not None:
+                top, total = top_ids[positions], log_total[positions][:, None]
+                teacher = draft.scale_and_cap(linear(states.to(dtype), teacher_head)).float()  # [R, Vd]
             else:
-                log_total = teacher.logsumexp(dim=-1, keepdim=True)
-                p = (teacher[:, kept] - log_total).exp_()  # [R, Vd]
+                teacher = draft.scale_and_cap(head_logits(draft.target, states)).to(hidden.device).float()  # [R, V]
+                top, total = teacher.argmax(dim=-1), teacher.logsumexp(dim=-1, keepdim=True)
+                teacher = teacher if kept is None else teacher[:, kept]
+            p, outside = (teacher - total).exp_(), None  # [R, Vd]
+            if kept is not None:
                 outside = (1.0 - p.sum(dim=-1)).clamp_(min=0.0)[row_of]
             p = p[row_of]  # [C, Vd]
 
@@ -259,7 +271,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *unused: Any) -> tuple:
-        return (*(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 7)
+        return (*(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 9)
 
 
 def _to_target(draft_ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:

@@ -15,6 +15,8 @@ from ..modeling_dspark import DSparkDraftModel, head_logits
 from .arguments import DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset
 from .objective import ObjectiveOutput, dspark_objective, teacher_forward
+from .optimizer import MuonAdamW, split_parameters
+from .states import StateFolder, TeacherStates
 
 _CHECKED_SAMPLES = 8
 _HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
@@ -44,6 +46,7 @@ class DSparkTrainer(Trainer):
     loss_is_scaled_for_ga = True
 
     args: DSparkTrainingArguments
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class DSparkTrainer(Trainer):
             **kwargs,
         )
         self.add_callback(_EpochOfAnchors(self.train_dataset))
+        self._kept_states = None if args.target_states is None else StateFolder(args.target_states, model)
         self._meters = _Meters(num_slots)
         self._eval_meters = _Meters(num_slots)
         longest = max((len(ids) for ids, _ in self.train_dataset.samples), default=0) if self.train_dataset else 0
@@ -126,14 +130,9 @@ class DSparkTrainer(Trainer):
         num_items_in_batch: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ObjectiveOutput]:
         """The three losses over the batch, with the target's forward in front."""
-        features, teacher_states = (
-            states.to(inputs["input_ids"].device)
-            for states in teacher_forward(
-                self.target, self.draft.config.target_layer_ids, inputs["input_ids"], inputs["attention_mask"]
-            )
-        )
+        teacher = self._teacher(inputs["input_ids"], inputs["attention_mask"])
         output = model(
-            features=features,
+            features=teacher.features,
             input_ids=inputs["input_ids"],
             anchor_positions=inputs["anchors"],
             attention_mask=inputs["attention_mask"],
@@ -142,7 +141,7 @@ class DSparkTrainer(Trainer):
             result = dspark_objective(
                 self.draft,
                 output,
-                teacher_states,
+                teacher.states,
                 inputs["input_ids"],
                 inputs["anchors"],
                 inputs["slots"],
@@ -151,11 +150,33 @@ class DSparkTrainer(Trainer):
                 self.args.alpha_ce,
                 self.args.alpha_tv,
                 self.args.alpha_conf,
+                teacher.log_total,
+                teacher.top,
             )
         (self._meters if model.training else self._eval_meters).add(result)
         # Gradients are averaged over ranks, the denominator is already global.
         loss = result.loss * self.accelerator.num_processes if model.training else result.loss
         return (loss, result) if return_outputs else loss
+
+    def _teacher(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> TeacherStates:
+        if self._kept_states is not None:
+            return self._kept_states(input_ids, attention_mask)
+        layer_ids = self.draft.config.target_layer_ids
+        states = teacher_forward(self.target, layer_ids, input_ids, attention_mask)
+        return TeacherStates(*(part.to(input_ids.device) for part in states))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """`MuonAdamW` when `muon_learning_rate` is set, else the Trainer's own."""
+        if self.optimizer is None and self.args.muon_learning_rate is not None:
+            matrices, others = split_parameters(self.draft)
+            adamw = {
+                "lr": self.args.learning_rate,
+                "betas": (self.args.adam_beta1, self.args.adam_beta2),
+                "eps": self.args.adam_epsilon,
+                "weight_decay": self.args.weight_decay,
+            }
+            self.optimizer = MuonAdamW(matrices, others, self.args.muon_learning_rate, adamw)
+        return super().create_optimizer(model)
 
     def prediction_step(
         self,
