@@ -197,6 +197,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
         temperatures = draft.config.confidence_temperatures or {}
         self.temperatures = temperatures.get("sample" if self.do_sample else "greedy")
+        # On a CPU a confidence can be read at once, and what is dropped is not drafted. Elsewhere reading would wait
+        # for the device at every step: all is drafted, and cut by the same rule.
+        self.reads_at_once = draft.device.type == "cpu"
         self._saw_prefill = False
 
     # ------------------------------------------------------------------------------------------------------------
@@ -286,9 +289,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         seen: list[torch.Tensor] = []  # confidence logits [1]
         looks = self.draft.record_confidence or not (self.threshold is plan.walk is plan.keep is None)
         looks = looks and self.draft.confidence_head is not None
-        # On a CPU a confidence can be read at once, and what is dropped is not drafted. Elsewhere reading would wait
-        # for the device at every step: all is drafted, and cut by the same rule.
-        at_once = self.draft.device.type == "cpu"
         input_ids = prefix
         stop: str | None = None
         for k in range(scheduled):
@@ -296,7 +296,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 logits, embedding, state = self.draft.sequential_step(base_logits[:, k], hidden[:, k], previous, state)
                 if looks:
                     seen.append(self._confidence_logit(hidden[:, k], embedding))
-                    stop = self._stop(float(seen[-1]), k, plan) if at_once else None
+                    stop = self._stop(float(seen[-1]), k, plan) if self.reads_at_once else None
                     if stop is not None:
                         break
                 token, row = self._choose(logits, prefix)
@@ -311,7 +311,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 prefix = torch.cat([prefix, token.to(prefix.device)[:, None]], dim=1)
         confidence_logits = tuple(torch.cat(seen).tolist()) if seen else ()
         length = len(tokens)
-        if not at_once:
+        if not self.reads_at_once:
             stops = (self._stop(logit, k, plan) for k, logit in enumerate(confidence_logits[:length]))
             length, stop = next(((k, why) for k, why in enumerate(stops) if why is not None), (length, stop))
         if plan.keep is not None:
