@@ -129,17 +129,6 @@ def test_confidence_is_not_computed_when_nobody_asks(llama):
 
 
 @torch.no_grad()
-def test_confidence_temperatures(llama):
-    draft = tiny_draft(llama)
-    draft.config.confidence_temperatures = {"greedy": [1.0, 2.0, 4.0, 1.0, 1.0], "sample": [3.0] * 5}
-    hidden, embedding = torch.randn(1, 32), torch.randn(1, 8)
-    logit = draft.confidence_head(hidden, embedding)
-    for do_sample, k, temperature in ((False, 1, 2.0), (False, 2, 4.0), (True, 0, 3.0)):
-        config = GenerationConfig(do_sample=do_sample, assistant_confidence_threshold=0.3, max_length=50)
-        generator = DSparkCandidateGenerator(draft, config)
-        assert generator._confidence(hidden, embedding, k) == pytest.approx(float((logit / temperature).sigmoid()))
-
-
 def test_statistics_of_a_call(llama):
     plain = llama.generate(PROMPT, **GREEDY)
     draft = scripted_draft(llama, "oracle", plain[0, PROMPT.shape[1] :].tolist())

@@ -1,8 +1,9 @@
-"""The scheduler inside `generate`: the lengths it verifies, what it saves, pauses, and the text, which stays the same."""
+"""The scheduler inside `generate`: the lengths it verifies, what that saves, pauses, and a text that stays the same."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_no_synchronisation_is_added(llama, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: calls.append(args))
     llama.generate(PROMPT, assistant_model=scheduled(llama, curve=None), **GREEDY)
-    assert not calls and "synchronize" not in open(loop.__file__, encoding="utf-8").read()
+    assert not calls and "synchronize" not in Path(loop.__file__).read_text(encoding="utf-8")
 
 
 def test_temperatures_go_by_the_mode(llama, no_pause):
@@ -213,5 +214,5 @@ def test_a_draft_without_confidence_still_pauses(llama):
 @pytest.mark.parametrize("value", ["causal", 3, False, PrefixScheduler])
 def test_wrong_schedulers_are_refused(llama, value):
     draft = tiny_draft(llama)
-    with pytest.raises(DSparkError, match="draft.scheduler is"):
+    with pytest.raises(DSparkError, match=r"draft\.scheduler is"):
         draft.scheduler = value

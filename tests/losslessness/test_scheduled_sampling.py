@@ -37,7 +37,13 @@ def reasons_of(draft, start):
 
 
 @pytest.mark.parametrize(
-    "head, warper", [("none", "temperature"), ("vanilla", "no warper"), ("gated", "no warper"), ("rnn", "all three")]
+    "head, warper",
+    [
+        ("vanilla", "no warper"),
+        pytest.param("none", "temperature", marks=pytest.mark.slow),
+        pytest.param("gated", "no warper", marks=pytest.mark.slow),
+        pytest.param("rnn", "all three", marks=pytest.mark.slow),
+    ],
 )
 def test_causal_lengths(target, head, warper):
     draft = scheduled_draft(target, **HEADS[head])
@@ -46,7 +52,7 @@ def test_causal_lengths(target, head, warper):
     assert draft.reasons.total() > reasons_of(draft, "causal: throughput stops")
 
 
-@pytest.mark.parametrize("policy", ["auto", "lagged"])
+@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.slow), "lagged"])
 def test_lagged_lengths(target, policy):
     """The budget comes from earlier rounds of the same text, whose tokens are fixed by then."""
     assert not is_unimodal(STAIRCASE, 1, 6)
@@ -63,6 +69,7 @@ def test_scheduler_and_threshold_together(target):
     assert draft.reasons["threshold"] > 0 and reasons_of(draft, "causal") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", SLOW_PATH.values(), ids=SLOW_PATH)
 def test_token_by_token(target, arguments):
     assert p_value(target, scheduled_draft(target), arguments, SAMPLES) > ALPHA

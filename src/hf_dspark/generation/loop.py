@@ -196,8 +196,8 @@ class DecodingLoop:
             confidences = list(block.confidences)
             self.pacer.record(plan, limit, length + 1, count, drafted - started, verified - drafted, confidences)
         reason = block.reason if proposed == length else "NaN logits"
-        logits = list(block.confidence_logits) if generator.draft.record_confidence else []
-        self.stats.add_round(proposed, accepted, block.scheduled, reason, list(block.confidences), logits)
+        logits = block.confidence_logits if generator.draft.record_confidence else ()
+        self.stats.add_round(proposed, accepted, block.scheduled, reason, block.confidences, logits)
 
     def _forward(self, forward: Any, block: DraftBlock | None) -> Any:
         """The target on the anchor and the drafts of `block`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,16 +52,16 @@ class GenerationStats:
         accepted: int,
         scheduled: int,
         reason: str,
-        confidences: list[float],
-        confidence_logits: list[float],
+        confidences: Sequence[float] = (),
+        confidence_logits: Sequence[float] = (),
     ) -> None:
         """Records one round."""
         self.proposed.append(proposed)
         self.accepted.append(accepted)
         self.scheduled.append(scheduled)
         self.reasons.append(reason)
-        self.confidences.append(confidences)
-        self.confidence_logits.append(confidence_logits)
+        self.confidences.append(list(confidences))
+        self.confidence_logits.append(list(confidence_logits))
 
     @property
     def rounds(self) -> int:
