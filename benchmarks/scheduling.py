@@ -29,6 +29,8 @@ from hf_dspark.cli.loading import add_model_arguments, load_draft, load_target, 
 from hf_dspark.evaluation.prompts import encode, load_prompts
 from hf_dspark.evaluation.runs import Run, generation_kwargs, timed_generate
 
+SENTENCE = "I'm sorry for the misunderstanding, but as an AI assistant, "  # the target likes it, and the draft knows it
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,9 +45,10 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     target, tokenizer = load_target(target_name(args, args.draft), args)
+    args.tokenizer = tokenizer
     draft = load_draft(args.draft, target, args)
     prompts = [
-        encode(tokenizer, conversation).to(target.device)
+        encode(tokenizer, conversation, target.device)
         for path in args.data
         for conversation in load_prompts(path, args.limit).conversations
     ]
@@ -53,7 +56,8 @@ def main() -> None:
         target, draft, prompts, args
     )
     if args.json:
-        Path(args.json).write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=1))
+        arguments = {name: value for name, value in vars(args).items() if name != "tokenizer"}
+        Path(args.json).write_text(json.dumps({"arguments": arguments, "rows": rows}, indent=1))
 
 
 def interleaved(target, arms, prompts, max_new_tokens, stop_at_eos=False) -> dict[str, list[Run]]:
@@ -129,15 +133,15 @@ class Forced(LogitsProcessor):
 
 
 def changing(target, draft, prompts, args) -> list[dict]:
-    """100 random tokens, 200 of a list that repeats itself, 100 random ones."""
+    """100 random tokens, 200 of a sentence again and again, 100 random ones."""
+    sentence = args.tokenizer(SENTENCE, add_special_tokens=False).input_ids
     times: dict[str, list[list[float]]] = {"plain": [], "auto": [], "full blocks": []}
     vocab_size = target.config.get_text_config().vocab_size
     for i, prompt in enumerate([prompts[0], *prompts]):
         start = prompt["input_ids"].shape[1]
         generator = torch.Generator().manual_seed(i)
         noise = torch.randint(100, vocab_size, (200,), generator=generator).tolist()
-        phrase = torch.randint(1000, 5000, (4,), generator=generator).tolist()
-        ids = noise[:100] + (phrase * 50)[:200] + noise[100:]
+        ids = noise[:100] + (sentence * 200)[:200] + noise[100:]
         names = list(times)
         for name in names[i % 3 :] + names[: i % 3]:
             draft.scheduler = "auto" if name == "auto" else None

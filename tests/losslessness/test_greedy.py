@@ -13,6 +13,8 @@ from scripted_drafts import DRAFT_KINDS, assert_drafted, scripted_draft
 from tiny_models import VOCAB, random_prompt
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
+from hf_dspark import ThroughputCurve
+
 PROMPT = random_prompt(9)
 NEW_TOKENS = 20
 
@@ -88,6 +90,20 @@ def test_same_text(target, case, mode):
             arguments.get("logits_processor", ()), plain_arguments.get("logits_processor", ())
         ):  # once per committed token, in order
             assert processor.calls == plain_processor.calls
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+@pytest.mark.parametrize("case", CASES)
+def test_same_text_with_the_scheduler(llama, case, mode):
+    """As `generate` does by default, with what rounds cost given: lengths vary, and drafting pauses and resumes."""
+    choice = {"do_sample": False} if mode == "greedy" else {"do_sample": True, "top_k": 1}
+    plain = run(llama, CASES[case](), **choice)
+    draft = scripted_draft(llama, "corrupted50", plain[0, PROMPT.shape[1] :].tolist())
+    draft.scheduler, draft.throughput = "auto", ThroughputCurve.from_seconds({1: 1.0, 6: 1.6})
+    assert run(llama, CASES[case](), draft, **choice).tolist() == plain.tolist(), draft.last_stats
+    if plain.shape[1] > PROMPT.shape[1] + 3:
+        assert_drafted(draft, "corrupted50")
+        assert len(set(draft.last_stats.proposed)) > 1
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
