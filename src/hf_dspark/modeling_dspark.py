@@ -241,7 +241,7 @@ class DSparkDraftModel(PreTrainedModel):
         ctx = self.fuse(features)  # [B, T, H]
         rope = self.rotary_emb(ctx, position_ids.to(ctx.device))
         for i, layer in enumerate(self.layers):
-            cache.update(*layer.context_keys_values(ctx, rope), i)
+            cache.update(*layer.self_attn.context_keys_values(ctx, rope), i)
 
     def start_block(
         self, cache: DynamicCache, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor
@@ -337,7 +337,7 @@ class DSparkDraftModel(PreTrainedModel):
             position_ids = torch.arange(length, device=input_ids.device).expand(batch, -1)
         ctx = self.fuse(features)
         rope = self.rotary_emb(ctx, position_ids)
-        context = [ContextKV(*layer.context_keys_values(ctx, rope)) for layer in self.layers]
+        context = [ContextKV(*layer.self_attn.context_keys_values(ctx, rope)) for layer in self.layers]
         index = torch.arange(length, device=input_ids.device)
         visible = index[None, None, :] < anchor_positions[:, :, None]  # [B, A, T]
         if attention_mask is not None:

@@ -289,7 +289,7 @@ def test_initialization_knows_pairs_and_the_last_position(tmp_path):
     features, _ = teacher_forward(target, draft.config.target_layer_ids, ids, torch.ones_like(ids))
     ctx, length = draft.fuse(features), ids.shape[1]
     layer = draft.layers[0]
-    key, _ = layer.context_keys_values(ctx, draft.rotary_emb(ctx, torch.arange(length)[None]))
+    key, _ = layer.self_attn.context_keys_values(ctx, draft.rotary_emb(ctx, torch.arange(length)[None]))
     cos, sin = draft.rotary_emb(ctx, torch.tensor([[length]]))
     query = layer.self_attn.q_norm(
         layer.self_attn.q_proj(layer.input_layernorm(draft.embed(ids[:, -1:]))).view(1, 4, 32)

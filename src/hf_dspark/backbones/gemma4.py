@@ -9,23 +9,18 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..configuration_dspark import DSparkConfig
-from .attention import apply_rope, block_attention
-from .qwen3 import RopeTables
+from .attention import apply_rope
+from .qwen3 import Qwen3DraftAttention, RopeTables
 
 
-class Gemma4DraftAttention(nn.Module):
-    """As the Qwen3 one, but values are normed, and with `attention_k_eq_v` they come from `k_proj`."""
+class Gemma4DraftAttention(Qwen3DraftAttention):
+    """As the Qwen3 one, but scores are not scaled, values are normed, and may come from `k_proj`."""
 
     def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        heads, kv_heads, bias = config.num_attention_heads, config.num_draft_key_value_heads, config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = (
-            None if config.attention_k_eq_v else nn.Linear(config.hidden_size, kv_heads * self.head_dim, bias=bias)
-        )
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        super().__init__(config)
+        self.scaling = 1.0
+        if config.attention_k_eq_v:
+            self.v_proj = None  # type: ignore[assignment]
         self.q_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.v_norm = Gemma4RMSNorm(self.head_dim, eps=config.rms_norm_eps, with_scale=False)
@@ -36,21 +31,6 @@ class Gemma4DraftAttention(nn.Module):
         raw_key = self.k_proj(states).view(heads_shape)
         raw_value = raw_key if self.v_proj is None else self.v_proj(states).view(heads_shape)
         return apply_rope(self.k_norm(raw_key), *rope), self.v_norm(raw_value)
-
-    def forward(
-        self,
-        states: torch.Tensor,
-        rope: RopeTables,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
-        context_mask: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
-        query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
-        query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
-        key, value = self.keys_values(states, rope)
-        out = block_attention(query, context_key, context_value, key, value, 1.0, context_mask)
-        return self.o_proj(out)
 
 
 class Gemma4DraftLayer(GradientCheckpointingLayer):
@@ -65,11 +45,6 @@ class Gemma4DraftLayer(GradientCheckpointingLayer):
         self.pre_feedforward_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_feedforward_layernorm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_scalar = nn.Buffer(torch.ones(1))
-
-    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the context features `ctx` [B, T, H], each [B, kv_heads, T, hd]."""
-        key, value = self.self_attn.keys_values(ctx, rope)
-        return key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(
         self,

@@ -34,6 +34,11 @@ class Qwen3DraftAttention(nn.Module):
         key = apply_rope(self.k_norm(self.k_proj(states).view(heads_shape)), *rope)
         return key, self.v_proj(states).view(heads_shape)
 
+    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the context features `ctx` [B, T, H], each [B, kv_heads, T, hd]."""
+        key, value = self.keys_values(ctx, rope)
+        return key.transpose(1, 2), value.transpose(1, 2)
+
     def forward(
         self,
         states: torch.Tensor,
@@ -59,11 +64,6 @@ class Qwen3DraftLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the context features `ctx` [B, T, H], each [B, kv_heads, T, hd]."""
-        key, value = self.self_attn.keys_values(ctx, rope)
-        return key.transpose(1, 2), value.transpose(1, 2)
 
     def forward(
         self,
