@@ -83,6 +83,11 @@ def speeds(runs: list[Run], baseline: list[Run]) -> list[float]:
     return [run.tokens_per_second / base.tokens_per_second for run, base in zip(runs, baseline)]
 
 
+def _rate(runs: list[Run]) -> float:
+    """Tokens per second over all prompts: what a machine that is slow for a while distorts least."""
+    return sum(run.decode_tokens for run in runs) / sum(run.decode_seconds for run in runs)
+
+
 def show(title: str, rows: list[dict]) -> list[dict]:
     table = Table(title=title)
     for name in rows[0]:
@@ -98,9 +103,9 @@ def summary(name: str, runs: list[Run], baseline: list[Run]) -> dict:
     stats = [run.stats for run in runs if run.stats is not None]
     return {
         "run": name,
-        "speed": statistics.median(values),
+        "speed": _rate(runs) / _rate(baseline),
+        "median": statistics.median(values),
         "least": min(values),
-        "most": max(values),
         "accepted length": statistics.mean(s.accepted_length for s in stats) if stats else 1.0,
         "mean length": statistics.mean(sum(s.proposed) / s.rounds for s in stats) if stats else 0.0,
         "paused": statistics.mean(s.paused_rounds / s.rounds for s in stats) if stats else 0.0,

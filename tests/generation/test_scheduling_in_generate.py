@@ -32,7 +32,8 @@ def scheduled(target, scheduler="auto", curve=SLOPE, **changes) -> DSparkDraftMo
 @pytest.fixture
 def no_pause(monkeypatch):
     """An account that never runs empty: these drafts are wrong all the time, and lengths are what is looked at."""
-    monkeypatch.setattr("hf_dspark.generation.pacing._CREDIT", math.inf)
+    for name in ("_CREDIT", "_START"):
+        monkeypatch.setattr(f"hf_dspark.generation.pacing.{name}", math.inf)
 
 
 @pytest.mark.parametrize("arguments", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

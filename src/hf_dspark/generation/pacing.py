@@ -18,8 +18,10 @@ from ..scheduling.throughput import CurveLearner, ThroughputCurve, ThroughputPro
 from .profiling import load_cached_profile
 
 # The pause rule keeps an account in plain steps: every drafted round books the time it saved or lost. It is a CUSUM
-# test: whatever came before, a loss of _CREDIT in a row of rounds ends the drafting.
-_CREDIT = 2.5  # the most the account holds, and what a call starts with
+# test: whatever came before, a loss of _CREDIT in a row of rounds ends the drafting. The numbers weigh what a useless
+# draft costs against what pauses by bad luck cost a useful one (docs/LOG.md).
+_CREDIT = 4.0  # the most the account holds
+_START = 2.5  # what a call starts with: less, because nothing is known of the draft and the text yet
 _PROBE_CREDIT = 0.45  # after a pause: two rounds in vain with a draft that costs a quarter of a step
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64  # rounds; doubled from pause to pause, the shortest again once it pays
 _REFRESH = 64  # drafted rounds after which the plain step is timed again
@@ -101,7 +103,7 @@ class Pacer:
         self.times: RoundTimes = draft.round_times or RoundTimes()
         self.past: deque[list[list[float]]] = deque(maxlen=_PAST)
         self.rounds = 0
-        self.credit = _CREDIT
+        self.credit = _START
         self.pause = _SHORTEST_PAUSE
         self.resting = 0  # paused rounds still to come
         self.since_plain = 0  # drafted rounds since a plain step was timed
@@ -203,5 +205,5 @@ class Pacer:
         gain = committed - min(seconds, _OUTLIER * usual) / plain
         if math.isfinite(gain):
             self.credit = min(self.credit + gain, _CREDIT)
-        if self.credit >= _CREDIT:
+        if self.credit >= _START:
             self.pause = _SHORTEST_PAUSE
