@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, nargs="+")
     parser.add_argument("--limit", type=int, default=5, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths: the fixed ones to measure; default: all")
     parser.add_argument("--row-milliseconds", type=float, default=0.0, help="rows: waiting per row and forward")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -184,7 +185,7 @@ def changing(target, draft, prompts, args) -> list[dict]:
 
 def lengths(target, draft, prompts, args) -> list[dict]:
     arms = {"plain": (None, None, {}), "auto": (draft, "auto", {})}
-    for length in range(1, draft.config.num_draft_tokens + 1):
+    for length in args.lengths or range(1, draft.config.num_draft_tokens + 1):
         arms[f"length {length}"] = (draft, None, {"num_assistant_tokens": length})
     runs = interleaved(target, arms, prompts, args.max_new_tokens, stop_at_eos=True)
     rows = [summary(name, runs[name], runs["plain"]) for name in arms]

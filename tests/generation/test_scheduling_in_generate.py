@@ -156,7 +156,7 @@ def test_the_plain_step_is_timed_when_no_curve_is_known(llama, monkeypatch):
     llama.generate(PROMPT, assistant_model=draft, **GREEDY)
     assert [i for i, reason in enumerate(draft.last_stats.reasons) if reason == TIMING] == [1, 3, 5]
     assert draft.last_stats.proposed[1] == 0 and draft.last_stats.scheduled[1] == 0
-    assert draft.round_times.knows_plain_step() and draft.round_times.draft_seconds() > 0
+    assert draft.round_times.knows_plain_step(9) and draft.round_times.draft_seconds() > 0
     llama.generate(PROMPT, assistant_model=draft, **GREEDY)
     assert TIMING not in draft.last_stats.reasons  # known by now
     draft.scheduler = None

@@ -80,7 +80,7 @@ def test_lengths_from_measured_times(target):
     """The default: nothing is frozen, and the clock of a busy machine decides."""
     draft = scheduled_draft(target, curve=None)
     assert p_value(target, draft, WARPERS["no warper"], 3 * SAMPLES) > ALPHA
-    assert draft.round_times.knows_plain_step()
+    assert draft.round_times.knows_plain_step(5)
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ _PROBE_CREDIT = 0.45  # after a pause: two rounds in vain with a draft that cost
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64  # rounds; doubled from pause to pause, the shortest again once it pays
 _REFRESH = 64  # drafted rounds after which the plain step is timed again
 _TIMED = 3  # plain steps that make a median
+_SHORT = 7  # 2^7 tokens and fewer are one context length
+_NEWEST = 24  # times that are kept of each kind
 _PAST = 32  # earlier rounds whose confidences the lagged policy sees
 _OUTLIER = 2.0  # a round books at most so many times its usual seconds: the machine was busy, not the draft slow
 
@@ -38,30 +40,38 @@ TIMING = "plain step (timed)"
 class RoundTimes:
     """What rounds cost, by wall time at the point where a round waits for the device anyway.
 
+    Kept apart by context length, in powers of two: a plain step timed at the end of a long text says little about the
+    beginning of the next one. The newest times count, because machines drift.
+
     Attributes:
-        verify: the target's forwards by their number of tokens, with the decisions.
         draft: seconds of the newest rounds' drafting.
         base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`).
     """
 
     def __init__(self, base: ThroughputProfile | None = None):
-        self.verify = CurveLearner(least=_TIMED)
-        self.draft: deque[float] = deque(maxlen=64)
+        self._verify: dict[int, CurveLearner] = {}
+        self.draft: deque[float] = deque(maxlen=_NEWEST)
         self.base = base
 
-    def add(self, tokens: int, draft_seconds: float, verify_seconds: float, drafted: bool) -> None:
+    def verify(self, context_tokens: int) -> CurveLearner:
+        """The target's forwards, with the decisions, by their number of tokens, at about this context length."""
+        bucket = max((context_tokens - 1).bit_length(), _SHORT)
+        return self._verify.setdefault(bucket, CurveLearner(window=_NEWEST, least=_TIMED))
+
+    def add(self, context_tokens: int, tokens: int, draft_seconds: float, verify_seconds: float, drafted: bool) -> None:
         """Notes one round."""
-        self.verify.add(tokens, verify_seconds)
+        self.verify(context_tokens).add(tokens, verify_seconds)
         if drafted and draft_seconds > 0:
             self.draft.append(draft_seconds)
 
-    def knows_plain_step(self) -> bool:
+    def knows_plain_step(self, context_tokens: int) -> bool:
         """Whether the cost of a forward on one token is known."""
-        return self.base is not None or self.verify.count(1) >= _TIMED
+        return self.base is not None or self.verify(context_tokens).count(1) >= _TIMED
 
     def curve(self, context_tokens: int) -> ThroughputCurve | None:
         """The target's curve: the measured one, refined by rounds; without one, what rounds alone tell."""
-        return self.verify.curve(None if self.base is None else self.base.curve(context_tokens))
+        base = None if self.base is None else self.base.curve(context_tokens)
+        return self.verify(context_tokens).curve(base)
 
     def draft_seconds(self) -> float | None:
         """Median seconds of drafting; before the first rounds those of the profile."""
@@ -90,7 +100,7 @@ class Pacer:
     def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, context_tokens: int):
         self.scheduler: PrefixScheduler | None = PrefixScheduler() if draft.scheduler == "auto" else draft.scheduler
         self.has_confidence = draft.confidence_head is not None
-        self.context_tokens = context_tokens
+        self.context_tokens = context_tokens  # grows with the text
         self.frozen: ThroughputCurve | None = None
         self.frozen_draft_seconds = 0.0
         if draft.throughput is not None:
@@ -135,7 +145,7 @@ class Pacer:
     def _times_a_plain_step(self) -> bool:
         if self.frozen is not None:
             return False
-        if self.times.knows_plain_step():
+        if self.times.knows_plain_step(self.context_tokens):
             return self.since_plain >= _REFRESH
         return self.rounds % 2 == 1
 
@@ -144,7 +154,7 @@ class Pacer:
         if self.frozen is not None:
             return self.frozen.charged(self.frozen_draft_seconds)
         draft_seconds = self.times.draft_seconds()
-        if draft_seconds is None or not self.times.knows_plain_step():
+        if draft_seconds is None or not self.times.knows_plain_step(self.context_tokens):
             return None
         curve = self.times.curve(self.context_tokens)
         if curve is None or curve.tokens[-1] == 1:
@@ -169,10 +179,11 @@ class Pacer:
         if self.scheduler is None or limit < 1:
             return
         self.rounds += 1
+        before, self.context_tokens = self.context_tokens, self.context_tokens + committed
         if len(confidences) == limit:  # of a block that was drafted as far as it could be
             self.past.append([confidences])
         if self.frozen is None:
-            self.times.add(tokens, draft_seconds, verify_seconds, plan.drafting)
+            self.times.add(before, tokens, draft_seconds, verify_seconds, plan.drafting)
             seconds = draft_seconds + verify_seconds
         else:
             seconds = self.frozen.seconds_per_step(tokens) + (self.frozen_draft_seconds if plan.drafting else 0.0)
@@ -182,7 +193,7 @@ class Pacer:
             return
         self.since_plain += 1
         self._unbooked.append((tokens, committed, seconds))
-        if self.frozen is None and not self.times.knows_plain_step():
+        if self.frozen is None and not self.times.knows_plain_step(self.context_tokens):
             return
         for waiting in self._unbooked:
             self._book(*waiting)
