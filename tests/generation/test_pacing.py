@@ -148,6 +148,14 @@ def test_times_of_a_long_context_do_not_mislead_a_short_one():
     assert seconds / (done * PLAIN) < 1.03
 
 
+def test_a_profile_that_no_longer_holds_does_not_switch_the_pause_rule_off():
+    """It says that rows are free; they cost half a step each, and half of the drafts are accepted: a loss."""
+    free = ThroughputCurve.from_seconds({1: PLAIN, 6: 1.02 * PLAIN})
+    times = RoundTimes(ThroughputProfile({512: free}, {512: (0.0, 0.0)}, draft_seconds=(DRAFT,) * BLOCK))
+    _, _, reasons = play(Pacer(a_draft(round_times=times), None, 0), 300, geometric(0.5), row=PLAIN / 2)
+    assert reasons.count(PAUSED) > 150
+
+
 def test_a_slow_draft_is_paused_though_it_is_accepted():
     _, _, reasons = play(Pacer(a_draft(), None, 0), 300, geometric(0.3), draft_seconds=PLAIN)
     assert reasons.count(PAUSED) > 150

@@ -65,8 +65,9 @@ class RoundTimes:
             self.draft.append(draft_seconds)
 
     def knows_plain_step(self, context_tokens: int) -> bool:
-        """Whether the cost of a forward on one token is known."""
-        return self.base is not None or self.verify(context_tokens).count(1) >= _TIMED
+        """Whether forwards on one token were timed. A profile does not stand for that: what it was measured with may be
+        gone, and then nothing would show that drafting loses."""
+        return self.verify(context_tokens).count(1) >= _TIMED
 
     def curve(self, context_tokens: int) -> ThroughputCurve | None:
         """The target's curve: the measured one, refined by rounds; without one, what rounds alone tell."""
@@ -87,7 +88,7 @@ class Pacer:
     * **Length** (paper §3.2): a known curve, charged with the draft's seconds, and the confidences decide.
     * **Never slower**: a round's gain is the plain steps it replaces less the time it took, both measured. When the
       account is empty, drafting pauses, and tries again for two or three rounds after 8, 16, 32, then every 64 steps.
-    * **Timing**: three early rounds are plain steps while their cost is unknown, and one in 64 later.
+    * **Timing**: three early rounds are plain steps, to know what they cost, and one in 64 later.
 
     All of it uses earlier rounds only, so it never depends on which token is drafted. With `draft.throughput` set, all
     seconds come from there instead of the clock, and the same seed gives the same text.
@@ -154,7 +155,8 @@ class Pacer:
         if self.frozen is not None:
             return self.frozen.charged(self.frozen_draft_seconds)
         draft_seconds = self.times.draft_seconds()
-        if draft_seconds is None or not self.times.knows_plain_step(self.context_tokens):
+        known = self.times.base is not None or self.times.knows_plain_step(self.context_tokens)
+        if draft_seconds is None or not known:
             return None
         curve = self.times.curve(self.context_tokens)
         if curve is None or curve.tokens[-1] == 1:
