@@ -288,14 +288,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         rows: list[torch.Tensor] = []  # q of each draft, or its top logit when greedy
         seen: list[torch.Tensor] = []  # confidence logits [1]
         looks = self.draft.record_confidence or not (self.threshold is plan.walk is plan.keep is None)
-        looks = looks and self.draft.confidence_head is not None
+        confidence_head = self.draft.confidence_head if looks else None
         input_ids = prefix
         stop: str | None = None
         for k in range(scheduled):
             try:
                 logits, embedding, state = self.draft.sequential_step(base_logits[:, k], hidden[:, k], previous, state)
-                if looks:
-                    seen.append(self._confidence_logit(hidden[:, k], embedding))
+                if confidence_head is not None:
+                    seen.append(confidence_head(hidden[:, k], embedding))
                     stop = self._stop(float(seen[-1]), k, plan) if self.reads_at_once else None
                     if stop is not None:
                         break
@@ -358,11 +358,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.do_sample:
             row = row.new_zeros((1, self.draft.config.vocab_size)).index_copy_(1, reduced, row)
         return reduced[index], row
-
-    def _confidence_logit(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
-        """The logit of c_k, fp32 [1], from what is known before draft k is drawn."""
-        assert self.draft.confidence_head is not None  # the caller looks first
-        return self.draft.confidence_head(hidden, embedding)
 
     def _calibrate(self, logit: float, k: int) -> float:
         """c_k."""

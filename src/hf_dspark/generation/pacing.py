@@ -109,6 +109,7 @@ class Pacer:
             self.frozen = profile.curve(context_tokens) if isinstance(profile, ThroughputProfile) else profile
             if isinstance(profile, ThroughputProfile) and profile.draft_seconds is not None:
                 self.frozen_draft_seconds = profile.draft_seconds[-1]
+            self.frozen_charged = self.frozen.charged(self.frozen_draft_seconds)  # once: it is asked for every round
         elif self.scheduler is not None and draft.round_times is None:
             draft.round_times = RoundTimes(load_cached_profile(target, draft))
         self.times: RoundTimes = draft.round_times or RoundTimes()
@@ -153,7 +154,7 @@ class Pacer:
     def _charged_curve(self) -> ThroughputCurve | None:
         """Seconds of whole rounds by tokens, once both ends are known."""
         if self.frozen is not None:
-            return self.frozen.charged(self.frozen_draft_seconds)
+            return self.frozen_charged
         draft_seconds = self.times.draft_seconds()
         known = self.times.base is not None or self.times.knows_plain_step(self.context_tokens)
         if draft_seconds is None or not known:
@@ -211,10 +212,14 @@ class Pacer:
                 self.credit = _PROBE_CREDIT
 
     def _book(self, tokens: int, committed: int, seconds: float) -> None:
-        curve = self.frozen if self.frozen is not None else self.times.curve(self.context_tokens)
-        assert curve is not None  # a round was noted
+        if self.frozen is not None:
+            curve, draft_seconds = self.frozen, self.frozen_draft_seconds
+        else:
+            measured = self.times.curve(self.context_tokens)
+            assert measured is not None  # plain steps were timed
+            curve, draft_seconds = measured, self.times.draft_seconds() or 0.0
         plain = curve.seconds_per_step(1)
-        usual = curve.seconds_per_step(tokens) + (self.frozen_draft_seconds or self.times.draft_seconds() or 0.0)
+        usual = curve.seconds_per_step(tokens) + draft_seconds
         gain = committed - min(seconds, _OUTLIER * usual) / plain
         if math.isfinite(gain):
             self.credit = min(self.credit + gain, _CREDIT)

@@ -32,13 +32,15 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], muon_lr: float, adamw: dict[str, Any]
     ):
-        if not hasattr(torch.optim, "Muon"):
+        try:
+            from torch.optim import Muon
+        except ImportError as error:
             raise DSparkDependencyError(
                 f"muon_learning_rate needs PyTorch 2.9 or newer, but this is {torch.__version__}: upgrade, or leave it "
                 "unset to train with AdamW alone."
-            )
+            ) from error
         self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(list(matrices), lr=muon_lr, weight_decay=0.0, ns_steps=NEWTON_SCHULZ_STEPS),
+            Muon(list(matrices), lr=muon_lr, weight_decay=0.0, ns_steps=NEWTON_SCHULZ_STEPS),
             torch.optim.AdamW(list(others), **adamw),
         ]
         super().__init__([parameter for part in self.parts for g in part.param_groups for parameter in g["params"]], {})
