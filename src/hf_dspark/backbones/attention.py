@@ -44,7 +44,8 @@ def block_attention(
         return out.transpose(1, 2).reshape(batch, 1, block_size, heads * head_dim)
 
     # Many blocks: scores against the context and against the own block are formed apart and share one soft-max, so
-    # that no [A·γ, A·γ] matrix of blocks that must not see each other is ever made.
+    # that no [A·γ, A·γ] matrix of blocks that must not see each other is ever made. The two parts are never joined:
+    # slices of a joined matrix would be copied for every product, forwards and backwards.
     kv_heads = context_key.shape[1]
     groups = heads // kv_heads
     query = query.reshape(batch, blocks, block_size, kv_heads, groups, head_dim)
@@ -55,8 +56,10 @@ def block_attention(
     context_scores = (rows @ context_key.transpose(-1, -2)).view(*query.shape[:-1], -1)  # [B, kv_heads, g, A, γ, T]
     context_scores = context_scores.masked_fill(~context_mask[:, None, None, :, None, :], -torch.inf)
     block_scores = query @ block_key.transpose(-1, -2)  # [B, kv_heads, g, A, γ, γ]
-    weights = torch.cat([context_scores, block_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    context_weights, block_weights = weights.split([context_scores.shape[-1], block_size], dim=-1)
-    context_weights = context_weights.reshape(batch, kv_heads, -1, context_weights.shape[-1])
-    out = (context_weights @ context_value).view(*query.shape) + block_weights @ block_value
+    highest = torch.maximum(*(part.detach().amax(dim=-1, keepdim=True) for part in (context_scores, block_scores)))
+    context_weights, block_weights = (context_scores - highest).exp(), (block_scores - highest).exp()
+    total = sum(part.sum(dim=-1, keepdim=True, dtype=torch.float32) for part in (context_weights, block_weights))
+    context_weights = context_weights.to(context_value.dtype).reshape(batch, kv_heads, rows.shape[2], -1)
+    out = (context_weights @ context_value).view(*query.shape) + block_weights.to(block_value.dtype) @ block_value
+    out = (out / total).to(block_value.dtype)
     return out.permute(0, 3, 4, 1, 2, 5).reshape(batch, blocks, block_size, heads * head_dim)

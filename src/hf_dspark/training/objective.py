@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput, head_logits
 
-CHUNK_SLOTS = 64  # rows of logits alive at a time: large enough for an efficient GEMM, small enough for a CPU's cache
+CHUNK_SLOTS = 128  # rows of logits alive at a time: large enough for an efficient GEMM, small enough for a CPU's cache
 
 
 def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator) -> torch.Tensor:
