@@ -16,6 +16,7 @@ from .modeling_dspark import DSparkDraftModel
 
 if TYPE_CHECKING:
     from .scheduling.prefix_scheduler import PrefixWalk
+    from .scheduling.throughput import ThroughputCurve
 
 logger = logging.get_logger(__name__)
 
@@ -109,12 +110,14 @@ class RoundPlan(NamedTuple):
         reason: what decides the length where nothing else cuts it; `None`: it is the full block.
         walk: decides the length draft by draft, from confidences.
         keep: a length decided beforehand (lagged policy): the whole block is drafted, for its confidences, and cut.
+        curve: decides the lengths of many requests, after all of them are drafted.
     """
 
     drafting: bool = True
     reason: str | None = None
     walk: PrefixWalk | None = None
     keep: int | None = None
+    curve: ThroughputCurve | None = None
 
 
 def resolve_knobs(draft: DSparkDraftModel, generation_config: GenerationConfig) -> tuple[int, float | None]:
@@ -336,14 +339,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
 
     def _choose(self, logits: torch.Tensor, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft logits [1, Vd] → the draft, int64 [1], and fp32 q [1, V] (sampling) or the top logit [1] (greedy).
+        """Draft logits [R, Vd] → the drafts, int64 [R], and fp32 q [R, V] (sampling) or the top logits [R] (greedy).
 
         NaN logits give an arbitrary id and a NaN q or top logit; they are not looked at here, which would wait for
         the device at every step.
         """
         reduced = self._draft_token_ids
         if reduced is not None and self._by_target_ids:
-            wide = logits.new_full((1, self.draft.config.vocab_size), -torch.inf)
+            wide = logits.new_full((len(logits), self.draft.config.vocab_size), -torch.inf)
             logits, reduced = wide.index_copy_(1, reduced, logits), None
         if self.processors:
             logits = self.processors(prefix, logits.to(device=prefix.device, dtype=torch.float32, copy=True))
@@ -356,7 +359,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return index, row
         reduced = reduced.to(index.device)
         if self.do_sample:
-            row = row.new_zeros((1, self.draft.config.vocab_size)).index_copy_(1, reduced, row)
+            row = row.new_zeros((len(row), self.draft.config.vocab_size)).index_copy_(1, reduced, row)
         return reduced[index], row
 
     def _calibrate(self, logit: float, k: int) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput
@@ -23,7 +23,7 @@ from .scheduling.throughput import ThroughputCurve, ThroughputProfile
 
 if TYPE_CHECKING:
     from .generation.pacing import RoundTimes
-    from .generation.stats import GenerationStats
+    from .generation.stats import BatchGenerationStats, GenerationStats
 
 _COMPARED_ROWS = 64  # rows of two vocabulary tables compared before they are compared in full
 
@@ -84,7 +84,7 @@ class DSparkDraftModel(PreTrainedModel):
         always owns its head)."""
         super().__init__(config)
         self._target_ref: weakref.ref | None = None
-        self.last_stats: GenerationStats | None = None
+        self.last_stats: GenerationStats | BatchGenerationStats | None = None
         self._scheduler: PrefixScheduler | Literal["auto"] | None = "auto"
         self.throughput: ThroughputCurve | ThroughputProfile | None = None
         self.round_times: RoundTimes | None = None
@@ -230,11 +230,11 @@ class DSparkDraftModel(PreTrainedModel):
         """Context features [B, T, L·Ht] (tapped states, concatenated in the order of the ids) → ctx [B, T, H]."""
         return self.hidden_norm(self.fc(features.to(device=self.fc.weight.device, dtype=self.dtype)))
 
-    def extend_context(self, cache: DynamicCache, features: torch.Tensor, position_ids: torch.Tensor) -> None:
+    def extend_context(self, cache: Any, features: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Appends verified tokens to the draft's context, which keeps context keys and values only.
 
         Args:
-            cache: the draft's context; one entry per draft layer.
+            cache: the draft's context, anything with a cache's `update`; one entry per draft layer.
             features: [B, T, L·Ht], the target's tapped states of T verified tokens.
             position_ids: int64 [B, T], their absolute positions.
         """
@@ -244,12 +244,12 @@ class DSparkDraftModel(PreTrainedModel):
             cache.update(*layer.self_attn.context_keys_values(ctx, rope), i)
 
     def start_block(
-        self, cache: DynamicCache, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor
+        self, cache: Any, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The backbone on one block: anchor, then γ-1 mask tokens.
+        """The backbone on one block per sequence: anchor, then γ-1 mask tokens.
 
         Args:
-            cache: the context before the anchor; it is not changed.
+            cache: the context before the anchors; it is not changed. `cache.layers[i]` holds `.keys` and `.values`.
             anchor_ids: int64 [B], the newest token, not yet processed by the target.
             anchor_positions: int64 [B], the number of tokens before it.
 

@@ -196,10 +196,10 @@ def test_lagged_lengths_come_from_earlier_rounds():
     stairs = ThroughputCurve.from_seconds({1: 1.0, 2: 1.8, 3: 1.8, 4: 1.8, 5: 1.8, 6: 1.8})
     pacer = Pacer(a_draft(PrefixScheduler("lagged", probe_every=4), stairs, object()), None, 0)
     assert pacer.plan(BLOCK).keep == BLOCK  # nothing is known yet
-    pacer.record(pacer.plan(BLOCK), BLOCK, 6, 6, 0, 0, [0.9] * BLOCK)
+    pacer.record(pacer.plan(BLOCK), BLOCK, 6, 6, 0, 0, [[0.9] * BLOCK])
     assert pacer.plan(BLOCK).keep == BLOCK
     for _ in range(40):
-        pacer.record(pacer.plan(BLOCK), BLOCK, 6, 6, 0, 0, [0.1] * BLOCK)
+        pacer.record(pacer.plan(BLOCK), BLOCK, 6, 6, 0, 0, [[0.1] * BLOCK])
     plans = []
     for _ in range(4):
         plans.append(pacer.plan(BLOCK))

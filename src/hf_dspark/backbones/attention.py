@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3.modeling_qwen3 import rotate_half
+
+# A tensor, or a list with one per sequence: which of them, `block_attention` asks once.
+ContextStates = Any
 
 
 def apply_rope(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -15,8 +20,8 @@ def apply_rope(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 def block_attention(
     query: torch.Tensor,
-    context_key: torch.Tensor,
-    context_value: torch.Tensor,
+    context_key: ContextStates,
+    context_value: ContextStates,
     block_key: torch.Tensor,
     block_value: torch.Tensor,
     scaling: float,
@@ -26,7 +31,8 @@ def block_attention(
 
     Args:
         query: [B, A, γ, heads, hd].
-        context_key, context_value: [B, kv_heads, T, hd], shared by all blocks of a sequence.
+        context_key, context_value: [B, kv_heads, T, hd], shared by all blocks of a sequence; or, with one block per
+            sequence, B of [1, kv_heads, T_b, hd], each as long as it is.
         block_key, block_value: [B, A, γ, kv_heads, hd].
         scaling: factor on the scores.
         context_mask: bool [B, A, T], `True` where the block may look. `None`: one block that sees the whole context.
@@ -34,6 +40,14 @@ def block_attention(
     Returns:
         [B, A, γ, heads * hd].
     """
+    if isinstance(context_key, list):
+        lone = (slice(i, i + 1) for i in range(len(context_key)))
+        return torch.cat(
+            [
+                block_attention(query[b], key, value, block_key[b], block_value[b], scaling, None)
+                for b, key, value in zip(lone, context_key, context_value)
+            ]
+        )
     batch, blocks, block_size, heads, head_dim = query.shape
     if context_mask is None:
         key = torch.cat([context_key, block_key[:, 0].transpose(1, 2)], dim=2)  # [B, kv_heads, T+γ, hd]

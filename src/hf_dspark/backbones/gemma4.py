@@ -9,7 +9,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..configuration_dspark import DSparkConfig
-from .attention import apply_rope
+from .attention import ContextStates, apply_rope
 from .qwen3 import Qwen3DraftAttention, RopeTables
 
 
@@ -50,8 +50,8 @@ class Gemma4DraftLayer(GradientCheckpointingLayer):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
+        context_key: ContextStates,
+        context_value: ContextStates,
         context_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""

@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ..configuration_dspark import DSparkConfig
-from .attention import apply_rope, block_attention
+from .attention import ContextStates, apply_rope, block_attention
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]  # cos, sin [..., S, hd]
 
@@ -43,8 +43,8 @@ class Qwen3DraftAttention(nn.Module):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
+        context_key: ContextStates,
+        context_value: ContextStates,
         context_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
@@ -69,8 +69,8 @@ class Qwen3DraftLayer(GradientCheckpointingLayer):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
+        context_key: ContextStates,
+        context_value: ContextStates,
         context_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""

@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -219,8 +219,7 @@ def generate_stats(
     torch.manual_seed(seed + prompt.index)
     with fixed_drafting(draft, threshold, record) as knobs:
         target.generate(**inputs, assistant_model=draft, **kwargs, **knobs)
-    assert draft.last_stats is not None
-    return draft.last_stats
+    return cast(GenerationStats, draft.last_stats)
 
 
 def collect(

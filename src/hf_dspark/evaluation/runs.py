@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -156,7 +156,7 @@ def timed_generate(
     total = time.perf_counter() - start
     tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
     first = clock.first_token_at - start if clock.first_token_at is not None else total
-    return Run(name, tokens, first, total, draft.last_stats if draft is not None else None)
+    return Run(name, tokens, first, total, cast(GenerationStats, draft.last_stats) if draft is not None else None)
 
 
 def _synchronize(device_type: str) -> None:

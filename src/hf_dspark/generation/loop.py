@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..candidate_generator import ROW_WISE_PROCESSORS, DraftBlock, DSparkCandidateGenerator
+from ..candidate_generator import DraftBlock, DSparkCandidateGenerator
 from ..errors import DSparkGenerationError, DSparkTargetError
 from .capture import captured_prefill
+from .committing import CommittedText
 from .outputs import OutputRecorder
 from .pacing import PAUSED, Pacer
 from .stats import GenerationStats
-from .verification import Verdict, verify_greedy, verify_one, verify_sampled
 
 
 class Host(Protocol):
@@ -41,6 +40,9 @@ class Host(Protocol):
 
     def decoding(self) -> Any:
         """The host's context manager around its decoding steps."""
+
+    def packed(self) -> Any:
+        """A context manager in which `packed.attend` is the target's attention."""
 
     def unfinished(self, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
         """Whether to go on; with `synced_gpus`, whether any rank has to."""
@@ -62,32 +64,15 @@ class DecodingLoop:
         model_kwargs: dict[str, Any],
     ):
         self.host, self.generator = host, generator
-        self.ids = input_ids  # int64 [1, T], the committed text
-        self.processors: Any = logits_processor
-        self.criteria: Any = stopping_criteria
         self.config = generation_config
         self.synced_gpus, self.streamer = synced_gpus, streamer
         self.model_kwargs = model_kwargs
         self.recorder = OutputRecorder(generation_config)
+        do_sample = bool(generation_config.do_sample)
+        self.text = CommittedText(input_ids, logits_processor, stopping_criteria, do_sample, self.recorder, streamer)
         self.stats = GenerationStats()
         if generator.draft.confidence_head is not None:
             self.stats.calibrated = generator.temperatures is not None
-        self.finished = False
-        self.do_sample = bool(generation_config.do_sample)
-        self.row_wise = all(type(processor) in ROW_WISE_PROCESSORS for processor in logits_processor)
-        # Length and eos are decided on the host's own copy of the ids; any other criterion sees every prefix.
-        self.plain_stops = all(
-            type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in stopping_criteria
-        )
-        self.max_length = min(
-            (criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)),
-            default=None,
-        )
-        self.eos_ids = {
-            token for criterion in stopping_criteria if type(criterion) is EosTokenCriteria
-            for token in criterion.eos_token_id.tolist()
-        }  # fmt: skip
-        self._start = input_ids.shape[1]
         self._first_anchor = torch.zeros(1, dtype=torch.long)
 
     @property
@@ -106,8 +91,8 @@ class DecodingLoop:
             self.cache.activate_past_recording()
             forward = self.host.decode_forward(self.config, self.model_kwargs)
             with self.host.decoding():
-                while self.host.unfinished(self.finished, self.synced_gpus, self.ids.device):
-                    if self.finished:  # only with synced_gpus: the other ranks need this rank's forward, nothing else
+                while self.host.unfinished(self.text.finished, self.synced_gpus, self.text.ids.device):
+                    if self.text.finished:  # only with synced_gpus: the other ranks need this forward, and nothing else
                         self._forward(forward, None)
                         self.cache.crop(-1)
                         continue
@@ -120,11 +105,11 @@ class DecodingLoop:
                     layer.record_past = False
         if self.streamer is not None:
             self.streamer.end()
-        self.stats.new_tokens = self.ids.shape[1] - self._start
+        self.stats.new_tokens = self.text.new_tokens
         self.stats.failure = self.generator.failure
         if self.config.return_dict_in_generate:
-            return self.recorder.result(self.ids, self.cache)
-        return self.ids
+            return self.recorder.result(self.text.ids, self.cache)
+        return self.text.ids
 
     # ------------------------------------------------------------------------------------------------------------
     # Prefill and rounds
@@ -132,7 +117,7 @@ class DecodingLoop:
     def _prefill(self) -> None:
         generator = self.generator
         with captured_prefill(self.host.target, generator.layer_ids, generator.features) as features:
-            outputs = self.host.prefill(self.ids, self.config, self.model_kwargs)
+            outputs = self.host.prefill(self.text.ids, self.config, self.model_kwargs)
         rows = sum(part.shape[1] for part in features)
         self.model_kwargs["cache"] = outputs.cache
         positions, real, self._first_anchor = self._prompt_positions(rows)
@@ -147,7 +132,7 @@ class DecodingLoop:
         self.stats.context_tokens = generator.context_tokens
         self.pacer = Pacer(generator.draft, self.host.target, int(self.cache.get_seq_length()))
         self.recorder.add_prefill(outputs)
-        self._commit(outputs.logits[:, -1:], None)
+        self.text.commit(outputs.logits[:, -1:], None)
         self.model_kwargs = self.host.advance(self.model_kwargs, 1, outputs)
 
     def _prompt_positions(self, rows: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -161,26 +146,26 @@ class DecodingLoop:
             if mask is not None:
                 positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
             else:
-                positions = torch.arange(int(self.cache.get_seq_length()), device=self.ids.device)[None]
+                positions = torch.arange(int(self.cache.get_seq_length()), device=self.text.ids.device)[None]
         real = None if mask is None else mask[0, -rows:] != 0
         return positions[:, -rows:], real, positions[0, -1:] + 1
 
     def _round(self, forward: Any) -> None:
         started = perf_counter()
         generator = self.generator
-        anchor_position = self._first_anchor + (self.ids.shape[1] - self._start - 1)
-        budget = None if self.max_length is None else max(self.max_length - self.ids.shape[1] - 1, 0)
+        anchor_position = self._first_anchor + (self.text.new_tokens - 1)
+        budget = self.text.budget
         limit = generator.limit if budget is None else min(generator.limit, budget)
         plan = self.pacer.plan(limit)
         if self.synced_gpus:
             # The draft borrows modules whose weights are gathered from all ranks, and ranks draft differently.
-            block = generator.empty_block(self.ids, "synced_gpus")
+            block = generator.empty_block(self.text.ids, "synced_gpus")
         else:
-            block = generator.propose(self.ids, anchor_position, budget, plan)
+            block = generator.propose(self.text.ids, anchor_position, budget, plan)
         drafted = perf_counter()
         outputs = self._forward(forward, block)
         length = block.length
-        count, accepted, proposed = self._commit(outputs.logits[:, -length - 1 :], block)
+        count, accepted, proposed = self.text.commit(outputs.logits[:, -length - 1 :], block)
         verified = perf_counter()
         self.recorder.add_rows(outputs, count, self.host.target, self.cache)
         self.cache.crop(count - length - 1)
@@ -193,7 +178,7 @@ class DecodingLoop:
         self.stats.verify_seconds += verified - drafted
         self.stats.paused_rounds += block.reason == PAUSED
         if generator.failure is None and not self.synced_gpus:
-            confidences = list(block.confidences)
+            confidences = [list(block.confidences)]
             self.pacer.record(plan, limit, length + 1, count, drafted - started, verified - drafted, confidences)
         reason = block.reason if proposed == length else "NaN logits"
         logits = block.confidence_logits if generator.draft.record_confidence else ()
@@ -202,7 +187,7 @@ class DecodingLoop:
     def _forward(self, forward: Any, block: DraftBlock | None) -> Any:
         """The target on the anchor and the drafts of `block`."""
         length = 0 if block is None else block.length
-        model_kwargs, ids = self.model_kwargs, self.ids
+        model_kwargs, ids = self.model_kwargs, self.text.ids
         if block is not None and length > 0:
             ids = torch.cat([ids, block.token_ids], dim=1)
             model_kwargs = self.host.advance(dict(model_kwargs), length)
@@ -210,89 +195,6 @@ class DecodingLoop:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = length + 1
         return forward(**inputs, return_dict=True)
-
-    # ------------------------------------------------------------------------------------------------------------
-    # Committing tokens
-    # ------------------------------------------------------------------------------------------------------------
-    def _commit(self, logits: torch.Tensor, block: DraftBlock | None) -> tuple[int, int, int]:
-        """Chooses and commits tokens from the rows `logits` [1, ℓ+1, V], until a refusal, a stop or the last row.
-
-        Returns how many tokens were committed, how many of these are drafts, and how many drafts were proposed.
-        """
-        if self.row_wise:
-            return self._commit_rows(logits[0], block)
-        drafts = [] if block is None else block.token_ids[0].tolist()
-        proposed = 0 if block is None else int(block.usable.sum())
-        q = None if block is None else block.probabilities
-        accepted = 0
-        for i in range(proposed + 1):
-            raw = logits[:, i].to(dtype=torch.float32, device=self.ids.device, copy=True)
-            scores = self.processors(self.ids, raw)
-            draft = drafts[i] if i < proposed else None
-            if self.do_sample:
-                p = scores.softmax(dim=-1)[0]
-                token, is_draft = verify_one(p, draft, None if q is None or draft is None else q[i])
-            else:
-                token = int(scores.max(dim=-1).indices)
-                is_draft = token == draft
-            self.recorder.add_choice(raw, scores)
-            accepted += is_draft
-            self._append([token])
-            self._check_stops(token)
-            if self.finished or not is_draft:
-                break
-        return i + 1, accepted, proposed
-
-    def _commit_rows(self, rows: torch.Tensor, block: DraftBlock | None) -> tuple[int, int, int]:
-        """As `_commit`, all rows [ℓ+1, V] at once: no processor looks at more than its row."""
-        device = self.ids.device
-        token_ids = usable = q = None
-        if block is not None and block.length > 0:
-            token_ids, usable, q = block.token_ids[0], block.usable, block.probabilities
-        raw = scores = rows
-        if self.processors or self.do_sample or self.recorder.keeps_rows:
-            raw = rows.to(dtype=torch.float32, device=device, copy=True)
-            scores = self.processors(self.ids, raw)
-        verdict: Verdict
-        if self.do_sample:
-            verdict = verify_sampled(scores.softmax(dim=-1), token_ids, q, usable)
-        else:
-            verdict = verify_greedy(scores, token_ids, usable)
-        if self.plain_stops and not self.recorder.keeps_rows:
-            count = self._count_until_stop(verdict.tokens)
-            self._append(verdict.tokens[:count])
-            return count, min(count, verdict.accepted), verdict.usable
-        count = 0
-        for i, token in enumerate(verdict.tokens):
-            # Copies: a row must not keep its whole round alive.
-            self.recorder.add_choice(raw[i : i + 1].clone(), scores[i : i + 1].clone())
-            self._append([token])
-            self._check_stops(token)
-            count += 1
-            if self.finished:
-                break
-        return count, min(count, verdict.accepted), verdict.usable
-
-    def _count_until_stop(self, tokens: list[int]) -> int:
-        """How many of `tokens` are committed: up to the first end-of-sequence token or the length limit."""
-        room = len(tokens) if self.max_length is None else self.max_length - self.ids.shape[1]
-        for i, token in enumerate(tokens):
-            if token in self.eos_ids or i + 1 >= room:
-                self.finished = token in self.eos_ids or (self.max_length is not None and i + 1 >= room)
-                return i + 1
-        return len(tokens)
-
-    def _check_stops(self, token: int) -> None:
-        if self.plain_stops:
-            self.finished = token in self.eos_ids or self.ids.shape[1] >= (self.max_length or self.ids.shape[1] + 1)
-        else:
-            self.finished = bool(self.criteria(self.ids, self.recorder.scores).all())
-
-    def _append(self, tokens: list[int]) -> None:
-        self.ids = torch.cat([self.ids, torch.tensor([tokens], dtype=self.ids.dtype, device=self.ids.device)], dim=1)
-        if self.streamer is not None:
-            for token in tokens:
-                self.streamer.put(torch.tensor([token]))
 
 
 def check_cache(cache: Cache | None) -> None:

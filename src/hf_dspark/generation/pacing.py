@@ -1,4 +1,4 @@
-"""Before each round of one request: draft, take a plain step, and how is the length decided? (DESIGN §7)
+"""Before each round: draft or take a plain step, and how are the lengths decided? (DESIGN §7)
 
 `Pacer` holds the rules of one `generate` call, `RoundTimes` what a draft's rounds were seen to cost, which outlives it.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 
+import torch
 from transformers import PreTrainedModel
 
 from ..candidate_generator import RoundPlan
 from ..modeling_dspark import DSparkDraftModel
-from ..scheduling.prefix_scheduler import FLAT_FULL, PrefixScheduler
+from ..scheduling.prefix_scheduler import FLAT_FULL, PrefixScheduler, Schedule
 from ..scheduling.throughput import CurveLearner, ThroughputCurve, ThroughputProfile
 from .profiling import load_cached_profile
 
@@ -40,46 +41,69 @@ TIMING = "plain step (timed)"
 class RoundTimes:
     """What rounds cost, by wall time at the point where a round waits for the device anyway.
 
-    Kept apart by context length, in powers of two: a plain step timed at the end of a long text says little about the
-    beginning of the next one. The newest times count, because machines drift.
+    Kept apart by context length and by number of requests, both in powers of two: a plain step timed at the end of a
+    long text, or of a full pool, says little about the beginning of the next one. The newest times count, because
+    machines drift. With several requests, token counts are rounded to steps of a tenth, or none would come up twice.
 
     Attributes:
-        draft: seconds of the newest rounds' drafting.
-        base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`).
+        base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`). It is of one
+            request: attention's share grows with the requests, so several are learnt from rounds alone.
     """
 
     def __init__(self, base: ThroughputProfile | None = None):
-        self._verify: dict[int, CurveLearner] = {}
-        self.draft: deque[float] = deque(maxlen=_NEWEST)
+        self._verify: dict[tuple[int, int], CurveLearner] = {}
+        self._plain: Counter[tuple[int, int]] = Counter()
+        self._draft: dict[int, deque[float]] = {}
         self.base = base
 
-    def verify(self, context_tokens: int) -> CurveLearner:
+    def verify(self, context_tokens: int, requests: int = 1) -> CurveLearner:
         """The target's forwards, with the decisions, by their number of tokens, at about this context length."""
-        bucket = max((context_tokens - 1).bit_length(), _SHORT)
-        return self._verify.setdefault(bucket, CurveLearner(window=_NEWEST, least=_TIMED))
+        # The token counts of several requests are many, and each comes up rarely: every time counts at once.
+        least = _TIMED if requests == 1 else 1
+        return self._verify.setdefault(_bucket(context_tokens, requests), CurveLearner(window=_NEWEST, least=least))
 
-    def add(self, context_tokens: int, tokens: int, draft_seconds: float, verify_seconds: float, drafted: bool) -> None:
+    def add(
+        self,
+        context_tokens: int,
+        tokens: int,
+        draft_seconds: float,
+        verify_seconds: float,
+        drafted: bool,
+        requests: int = 1,
+    ) -> None:
         """Notes one round."""
-        self.verify(context_tokens).add(tokens, verify_seconds)
+        self.verify(context_tokens, requests).add(tokens if requests == 1 else _rounded(tokens), verify_seconds)
+        if tokens == requests:
+            self._plain[_bucket(context_tokens, requests)] += 1
         if drafted and draft_seconds > 0:
-            self.draft.append(draft_seconds)
+            self._draft.setdefault(requests.bit_length(), deque(maxlen=_NEWEST)).append(draft_seconds)
 
-    def knows_plain_step(self, context_tokens: int) -> bool:
-        """Whether forwards on one token were timed. A profile does not stand for that: what it was measured with may be
-        gone, and then nothing would show that drafting loses."""
-        return self.verify(context_tokens).count(1) >= _TIMED
+    def knows_plain_step(self, context_tokens: int, requests: int = 1) -> bool:
+        """Whether forwards on one token per request were timed. A profile does not stand for that: what it was measured
+        with may be gone, and then nothing would show that drafting loses."""
+        return self._plain[_bucket(context_tokens, requests)] >= _TIMED
 
-    def curve(self, context_tokens: int) -> ThroughputCurve | None:
+    def curve(self, context_tokens: int, requests: int = 1) -> ThroughputCurve | None:
         """The target's curve: the measured one, refined by rounds; without one, what rounds alone tell."""
-        base = None if self.base is None else self.base.curve(context_tokens)
-        return self.verify(context_tokens).curve(base)
+        base = None if self.base is None or requests > 1 else self.base.curve(context_tokens)
+        return self.verify(context_tokens, requests).curve(base)
 
-    def draft_seconds(self) -> float | None:
+    def draft_seconds(self, requests: int = 1) -> float | None:
         """Median seconds of drafting; before the first rounds those of the profile."""
-        if len(self.draft) >= _TIMED:
-            return statistics.median(self.draft)
-        known = None if self.base is None else self.base.draft_seconds
+        times = self._draft.get(requests.bit_length(), ())
+        if len(times) >= _TIMED:
+            return statistics.median(times)
+        known = None if self.base is None or requests > 1 else self.base.draft_seconds
         return None if known is None else known[-1]
+
+
+def _bucket(context_tokens: int, requests: int) -> tuple[int, int]:
+    return max((context_tokens - 1).bit_length(), _SHORT), requests.bit_length()
+
+
+def _rounded(tokens: int) -> int:
+    """The nearest of 1, 2, …, 10, 11, 12, 13, 15, 16, …: steps of a tenth."""
+    return round(1.1 ** round(math.log(tokens, 1.1))) if tokens > 10 else tokens
 
 
 class Pacer:
@@ -95,18 +119,20 @@ class Pacer:
 
     Args:
         draft, target: the pair; `draft.round_times` is made here when it is missing.
-        context_tokens: of the prompt.
+        context_tokens: of the prompt; of several, their mean.
+        packed: the rounds hold many requests, and one schedule decides for all of them after they are drafted.
     """
 
-    def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, context_tokens: int):
+    def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, context_tokens: float, packed: bool = False):
         self.scheduler: PrefixScheduler | None = PrefixScheduler() if draft.scheduler == "auto" else draft.scheduler
         self.has_confidence = draft.confidence_head is not None
-        self.context_tokens = context_tokens  # grows with the text
+        self.packed = packed
+        self._context = float(context_tokens)  # grows with the text
         self.frozen: ThroughputCurve | None = None
         self.frozen_draft_seconds = 0.0
         if draft.throughput is not None:
             profile = draft.throughput
-            self.frozen = profile.curve(context_tokens) if isinstance(profile, ThroughputProfile) else profile
+            self.frozen = profile.curve(self.context_tokens) if isinstance(profile, ThroughputProfile) else profile
             if isinstance(profile, ThroughputProfile) and profile.draft_seconds is not None:
                 self.frozen_draft_seconds = profile.draft_seconds[-1]
             self.frozen_charged = self.frozen.charged(self.frozen_draft_seconds)  # once: it is asked for every round
@@ -119,48 +145,61 @@ class Pacer:
         self.pause = _SHORTEST_PAUSE
         self.resting = 0  # paused rounds still to come
         self.since_plain = 0  # drafted rounds since a plain step was timed
-        self._unbooked: list[tuple[int, int, float]] = []  # rounds from before the plain step's cost was known
+        # Rounds from before the plain step's cost was known: tokens, requests, committed, seconds.
+        self._unbooked: list[tuple[int, int, int, float]] = []
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens before the coming round, of one request."""
+        return round(self._context)
 
     # ------------------------------------------------------------------------------------------------------------
     # Before a round
     # ------------------------------------------------------------------------------------------------------------
-    def plan(self, limit: int) -> RoundPlan:
-        """The plan of the next round, of at most `limit` drafts."""
+    def plan(self, limit: int, requests: int = 1) -> RoundPlan:
+        """The plan of the next round, of at most `limit` drafts per request."""
         if self.scheduler is None or limit < 1:
             return RoundPlan()
         if self.resting > 0:
             return RoundPlan(drafting=False, reason=PAUSED)
-        if self._times_a_plain_step():
+        if self._times_a_plain_step(requests):
             return RoundPlan(drafting=False, reason=TIMING)
-        curve = self._charged_curve()
+        curve = self._charged_curve(requests)
         if curve is None:
             return RoundPlan(reason=LEARNING)
-        if curve.is_flat(1, 1 + limit):
+        if curve.is_flat(requests, requests * (1 + limit)):
             return RoundPlan(reason=FLAT_FULL)
         if not self.has_confidence:
             return RoundPlan(reason=NO_CONFIDENCE)
+        if self.packed:
+            return RoundPlan(curve=curve)
         if self.scheduler.is_lagged(curve, 1, limit):
             budget = self.scheduler.budget(list(self.past), curve, 1, limit, round_index=self.rounds)
             return RoundPlan(drafting=budget.rows > 0, reason=budget.reason, keep=budget.rows)
         return RoundPlan(walk=self.scheduler.walk(curve, limit))
 
-    def _times_a_plain_step(self) -> bool:
+    def schedule(self, confidences: torch.Tensor, curve: ThroughputCurve) -> Schedule:
+        """The lengths of many requests: from their confidences [R, γ] and the curve of the plan."""
+        assert self.scheduler is not None  # else no plan has a curve
+        return self.scheduler.schedule(confidences, curve, list(self.past), round_index=self.rounds)
+
+    def _times_a_plain_step(self, requests: int) -> bool:
         if self.frozen is not None:
             return False
-        if self.times.knows_plain_step(self.context_tokens):
+        if self.times.knows_plain_step(self.context_tokens, requests):
             return self.since_plain >= _REFRESH
         return self.rounds % 2 == 1
 
-    def _charged_curve(self) -> ThroughputCurve | None:
+    def _charged_curve(self, requests: int) -> ThroughputCurve | None:
         """Seconds of whole rounds by tokens, once both ends are known."""
         if self.frozen is not None:
             return self.frozen_charged
-        draft_seconds = self.times.draft_seconds()
-        known = self.times.base is not None or self.times.knows_plain_step(self.context_tokens)
-        if draft_seconds is None or not known:
+        draft_seconds = self.times.draft_seconds(requests)
+        profiled = self.times.base is not None and requests == 1
+        if draft_seconds is None or not (profiled or self.times.knows_plain_step(self.context_tokens, requests)):
             return None
-        curve = self.times.curve(self.context_tokens)
-        if curve is None or curve.tokens[-1] == 1:
+        curve = self.times.curve(self.context_tokens, requests)
+        if curve is None or curve.tokens[-1] == requests:
             return None
         return curve.charged(draft_seconds)
 
@@ -175,18 +214,21 @@ class Pacer:
         committed: int,
         draft_seconds: float,
         verify_seconds: float,
-        confidences: list[float],
+        confidences: list[list[float]],
+        requests: int = 1,
     ) -> None:
-        """Notes a round of at most `limit` drafts: `tokens` in the target's forward, `committed` to the text, and the
-        confidences seen."""
+        """Notes a round of at most `limit` drafts per request: `tokens` in the target's forward, `committed` to the
+        texts, and the confidences seen of each request."""
         if self.scheduler is None or limit < 1:
             return
         self.rounds += 1
-        before, self.context_tokens = self.context_tokens, self.context_tokens + committed
-        if len(confidences) == limit:  # of a block that was drafted as far as it could be
-            self.past.append([confidences])
+        before = self.context_tokens
+        self._context += committed / requests
+        drafted = [row for row in confidences if len(row) == limit]  # blocks that were drafted as far as they could be
+        if drafted:
+            self.past.append(drafted)
         if self.frozen is None:
-            self.times.add(before, tokens, draft_seconds, verify_seconds, plan.drafting)
+            self.times.add(before, tokens, draft_seconds, verify_seconds, plan.drafting, requests)
             seconds = draft_seconds + verify_seconds
         else:
             seconds = self.frozen.seconds_per_step(tokens) + (self.frozen_draft_seconds if plan.drafting else 0.0)
@@ -195,8 +237,8 @@ class Pacer:
             self._rest()
             return
         self.since_plain += 1
-        self._unbooked.append((tokens, committed, seconds))
-        if self.frozen is None and not self.times.knows_plain_step(self.context_tokens):
+        self._unbooked.append((tokens, requests, committed, seconds))
+        if self.frozen is None and not self.times.knows_plain_step(self.context_tokens, requests):
             return
         for waiting in self._unbooked:
             self._book(*waiting)
@@ -211,16 +253,17 @@ class Pacer:
             if self.resting == 0:
                 self.credit = _PROBE_CREDIT
 
-    def _book(self, tokens: int, committed: int, seconds: float) -> None:
+    def _book(self, tokens: int, requests: int, committed: int, seconds: float) -> None:
         if self.frozen is not None:
             curve, draft_seconds = self.frozen, self.frozen_draft_seconds
         else:
-            measured = self.times.curve(self.context_tokens)
-            assert measured is not None  # plain steps were timed
-            curve, draft_seconds = measured, self.times.draft_seconds() or 0.0
-        plain = curve.seconds_per_step(1)
+            measured = self.times.curve(self.context_tokens, requests)
+            if measured is None:  # requests came or went since: nothing to compare with
+                return
+            curve, draft_seconds = measured, self.times.draft_seconds(requests) or 0.0
+        plain = curve.seconds_per_step(requests)
         usual = curve.seconds_per_step(tokens) + draft_seconds
-        gain = committed - min(seconds, _OUTLIER * usual) / plain
+        gain = committed / requests - min(seconds, _OUTLIER * usual) / plain
         if math.isfinite(gain):
             self.credit = min(self.credit + gain, _CREDIT)
         if self.credit >= _START:

@@ -6,20 +6,26 @@ is a `DSparkDraftModel`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers.generation import logits_process as host_processors
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..candidate_generator import DSparkCandidateGenerator, resolve_knobs
+from ..candidate_generator import PURE_PROCESSORS, DSparkCandidateGenerator, resolve_knobs
 from ..errors import DSparkDependencyError, DSparkGenerationError, DSparkTargetError
 from ..modeling_dspark import DSparkDraftModel
+from .batching import BatchDecodingLoop
 from .loop import DecodingLoop, check_cache
+from .packed import ATTENTION as PACKED_ATTENTION
+from .packed import LAYER_TYPES
 
 SUPPORTED_TRANSFORMERS = ">=5.24"
 
@@ -44,6 +50,7 @@ _NEEDED: tuple[tuple[type, str, tuple[str, ...]], ...] = (
     (GenerationMixin, "_update_model_kwargs_for_generation", ("outputs", "model_kwargs", "num_new_tokens")),
     (GenerationMixin, "_valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
     (GenerationMixin, "_optimize_model_for_decode", ()),
+    (PreTrainedModel, "_can_set_attn_implementation", ()),
     (GenerationMixin, "_has_unfinished_sequences", ("this_peer_finished", "synced_gpus", "device")),
     (GenerationMixin, "prepare_inputs_for_generation", ("input_ids", "next_sequence_length", "cache")),
     (Cache, "crop", ("tokens_to_remove",)),
@@ -80,6 +87,17 @@ class TransformersHost:
     def decoding(self) -> AbstractContextManager:
         """The host's context for decoding steps."""
         return self.target._optimize_model_for_decode()
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside the block the target's attention is that of packed rows; its own is back when the block ends."""
+        config = self.target.config.get_text_config(decoder=True)
+        own = config._attn_implementation
+        config._attn_implementation = PACKED_ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = own
 
     def unfinished(self, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
         """Whether to go on."""
@@ -129,6 +147,9 @@ def _wrap_validate(original: Any) -> Any:
         if isinstance(draft, DSparkDraftModel) and generation_mode == GenerationMode.ASSISTED_GENERATION:
             _refuse(self, draft, generation_config)
             draft.bind_target(self)
+            if generation_config.num_return_sequences > 1:  # the host's check is of its own loop
+                generation_config = copy.copy(generation_config)
+                generation_config.num_return_sequences = 1
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode
@@ -160,6 +181,76 @@ def _refuse(target: PreTrainedModel, draft: DSparkDraftModel, config: Generation
                 f"{option}={value} and a DSpark draft model are two ways to draft; use one of them in a call."
             )
     resolve_knobs(draft, config)
+
+
+def _refuse_rows(target: PreTrainedModel, synced_gpus: bool, streamer: Any, cache: Any) -> None:
+    """Refuses, before anything is computed, what several rows cannot have."""
+    name = type(target).__name__
+    config = target.config.get_text_config(decoder=True)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    reason = None
+    if not target._can_set_attn_implementation():
+        reason = "its attention is not transformers' attention interface"
+    elif kinds:
+        reason = f"it has layers of the kind {', '.join(kinds)}, and not only {' and '.join(LAYER_TYPES)}"
+    if reason is not None:
+        raise DSparkTargetError(
+            f"The rows of a batch cannot be packed for {name}: {reason}. Generate one row at a time with a draft model."
+        )
+    user_made = cache is not None and getattr(cache, "_is_user_defined", False)
+    for option, given in (
+        ("synced_gpus", synced_gpus),
+        ("A streamer", streamer is not None),
+        (f"A user-made cache ({type(cache).__name__})", user_made),
+    ):
+        if given:
+            raise DSparkGenerationError(
+                f"{option} cannot be had for several rows with a draft model, whose rows are of different lengths "
+                "while they are decoded; generate one row at a time, or without `assistant_model`."
+            )
+
+
+def row_processors(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of one row of a batch, as its own single-row call would have them.
+
+    Pure ones are shared, those that hold something per row get that row's, and any other is copied, because it may
+    remember the text that it has seen.
+
+    Raises:
+        DSparkGenerationError: one cannot be had per row; the message names it.
+    """
+    own = LogitsProcessorList()
+    for processor in processors:
+        kind = type(processor)
+        if kind is host_processors.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+            raise DSparkGenerationError(
+                "guidance_scale runs the target a second time over the whole batch in step, which rows of different "
+                "lengths cannot do; generate one row at a time with a draft model."
+            )
+        if kind is host_processors.PrefixConstrainedLogitsProcessor:
+            processor = copy.copy(processor)
+            allowed = processor._prefix_allowed_tokens_fn
+            processor._prefix_allowed_tokens_fn = functools.partial(_allowed_of_row, allowed, row)
+        elif kind is host_processors.EncoderRepetitionPenaltyLogitsProcessor:
+            processor = copy.copy(processor)
+            processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+        elif kind is host_processors.EncoderNoRepeatNGramLogitsProcessor:
+            processor = copy.copy(processor)
+            processor.batch_size, processor.generated_ngrams = 1, [processor.generated_ngrams[row]]
+        elif kind not in PURE_PROCESSORS:
+            try:
+                processor = copy.deepcopy(processor)
+            except Exception as error:
+                raise DSparkGenerationError(
+                    f"{kind.__name__} cannot be copied for each row ({type(error).__name__}: {error}); give it a "
+                    "__deepcopy__, or generate one row at a time with a draft model."
+                ) from error
+        own.append(processor)
+    return own
+
+
+def _allowed_of_row(allowed: Any, row: int, batch_id: int, ids: torch.Tensor) -> Any:
+    return allowed(row, ids)
 
 
 def _wrap_candidate_generator(original: Any) -> Any:
@@ -203,9 +294,23 @@ def _wrap_assisted_decoding(original: Any) -> Any:
                 tokenizer=tokenizer,
                 **model_kwargs,
             )
-        if input_ids.shape[0] > 1:
-            raise ValueError("assisted generate is only supported for batch_size = 1")  # the host's words
         check_cache(model_kwargs.get("cache"))
+        if input_ids.shape[0] > 1:
+            _refuse_rows(self, synced_gpus, streamer, model_kwargs.get("cache"))
+            pad = generation_config._pad_token_tensor
+            batch = BatchDecodingLoop(
+                TransformersHost(self),
+                assistant_model,
+                input_ids,
+                [row_processors(logits_processor, row) for row in range(len(input_ids))],
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+                0 if pad is None else int(pad),
+            )
+            result = batch.run()
+            assistant_model.last_stats = batch.stats
+            return result
         generator = self._get_candidate_generator(
             generation_config=generation_config,
             input_ids=input_ids,

@@ -127,3 +127,82 @@ class GenerationStats:
         if self.failure is not None:
             text += f" Drafting was switched off by an exception: {self.failure}."
         return text
+
+
+@dataclass
+class BatchGenerationStats:
+    """Counts and times of one call of several rows. The lists have one entry per round.
+
+    Attributes:
+        rows: of each row, in the order of the output; rounds in which it was finished already are not in there, and
+            the seconds are the call's, in equal shares of each round's active rows.
+        tokens: how many tokens were in the target's forward: 1 + ℓ of every active row.
+        active: how many rows were active.
+        reasons: what decided the lengths of the round; a row's own reasons may differ.
+        draft_seconds, verify_seconds: as in `GenerationStats`.
+        calibrated, paused_rounds, failure: as in `GenerationStats`.
+    """
+
+    rows: list[GenerationStats]
+    tokens: list[int] = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    calibrated: bool | None = None
+    paused_rounds: int = 0
+    failure: str | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Target forwards after the prefill."""
+        return len(self.tokens)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that the call added to all rows, each row's first one included."""
+        return sum(row.new_tokens for row in self.rows)
+
+    @property
+    def accepted_length(self) -> float:
+        """New tokens per row and round, the target's own token included; 1 is what plain decoding has."""
+        taken = sum(row.rounds for row in self.rows)
+        return (self.new_tokens - len(self.rows)) / taken if taken else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per proposed draft."""
+        proposed = sum(sum(row.proposed) for row in self.rows)
+        return sum(sum(row.accepted) for row in self.rows) / proposed if proposed else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, derived values included, in types that JSON knows."""
+        return {
+            "new_tokens": self.new_tokens,
+            "rounds": self.rounds,
+            "accepted_length": self.accepted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens": list(self.tokens),
+            "active": list(self.active),
+            "reasons": list(self.reasons),
+            "calibrated": self.calibrated,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "paused_rounds": self.paused_rounds,
+            "failure": self.failure,
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        rounds = max(self.rounds, 1)
+        text = (
+            f"{self.new_tokens} new tokens for {len(self.rows)} rows in {self.rounds} rounds after the prefill: "
+            f"accepted length {self.accepted_length:.2f} per row, {sum(self.tokens) / rounds:.1f} tokens in a forward "
+            f"of {sum(self.active) / rounds:.1f} rows; {self.draft_seconds:.2f} s drafting, "
+            f"{self.verify_seconds:.2f} s verifying"
+        )
+        if self.paused_rounds:
+            text += f"; {self.paused_rounds} rounds paused because drafting did not pay"
+        if self.failure is not None:
+            text += f"; drafting ended early: {self.failure}"
+        return f"{text}."

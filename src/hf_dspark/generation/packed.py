@@ -1,0 +1,265 @@
+"""Packed forwards: the tokens of many rows in one sequence without padding; only attention knows about rows (§5.3).
+
+`PackedCache` holds keys and values by row, `packed_forward` runs a target on it, `attend` is the attention of a pack.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention, softmax
+from transformers import AttentionInterface, PreTrainedModel
+
+from ..errors import DSparkTargetError
+
+ATTENTION = "dspark_packed"  # the name under which transformers finds `attend`
+_GROWTH = 64  # slots per row that a cache grows by at the least, so that it is copied rarely
+LAYER_TYPES = ("full_attention", "sliding_attention")  # what `attend` knows
+_PROVED_TOKENS = 24  # of each of two rows, in the proof that a target may be packed
+_TOLERANCE = {torch.float32: 1e-3}  # of the largest logit; 16-bit rows of different shapes differ by less than _ROUGH
+_ROUGH = 0.05
+_proved: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+class PackedStates(list):
+    """Keys (or values) of a pack, one [1, kv_heads, T_r, hd] per row: what `PackedCache.update` hands to attention."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], counts: Sequence[int], masks: dict[tuple, torch.Tensor]):
+        super().__init__(rows)
+        self.counts = counts  # tokens of each row in this forward
+        self.masks = masks  # made once per forward, used by every layer
+
+
+class PackedLayer(NamedTuple):
+    """One layer of some rows: keys and values, each [1, kv_heads, T_r, hd] per row."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+class PackedView(NamedTuple):
+    """Some rows of a `PackedCache`, layer by layer; `rows` are their ids."""
+
+    layers: list[PackedLayer]
+    rows: Sequence[int]
+
+
+class PackedCache:
+    """Keys and values of many rows, each with a length of its own.
+
+    One [rows, kv_heads, slots, hd] tensor per layer for keys and one for values; a row takes back refused drafts by
+    its length alone. Layers with a sliding window keep all keys, like the others. Memory: 2 · layers · rows ·
+    kv_heads · hd · (longest row, up to a quarter more) numbers.
+
+    A forward is `begin`, one `update` per layer, `end`; without `end` (an exception) nothing counts as appended.
+
+    Args:
+        num_rows: rows that it can hold; row ids are 0 … num_rows - 1.
+    """
+
+    is_compileable = False
+
+    def __init__(self, num_rows: int):
+        self.lengths = [0] * num_rows
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._tables = (self._keys, self._values)
+        self._rows: Sequence[int] = ()
+        self._counts: Sequence[int] = ()
+        self._index: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._masks: dict[tuple, torch.Tensor] = {}
+
+    def begin(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """The next forward holds `counts[i]` tokens of row `rows[i]`, row by row."""
+        self._rows, self._counts, self._masks = rows, counts, {}
+        slots = torch.cat([torch.arange(self.lengths[r], self.lengths[r] + n) for r, n in zip(rows, counts)])
+        self._index = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts)), slots
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[PackedStates, PackedStates]:
+        """Stores `key` and `value` [1, kv_heads, N, hd] of a pack; returns those of its rows, old and new."""
+        assert self._index is not None  # begin was called
+        needed = max(self.lengths[r] + n for r, n in zip(self._rows, self._counts))
+        rows, slots = (index.to(key.device) for index in self._index)
+        states = []
+        for store, new in zip(self._tables, (key, value)):
+            table = store.get(layer_idx)
+            if table is None or table.shape[2] < needed:
+                grown = needed + max(_GROWTH, needed // 4)
+                larger = new.new_empty((len(self.lengths), new.shape[1], grown, new.shape[3]))
+                if table is not None:
+                    larger[:, :, : table.shape[2]] = table
+                store[layer_idx] = table = larger
+            table[rows, :, slots] = new[0].transpose(0, 1)
+            views = [table[r : r + 1, :, : self.lengths[r] + n] for r, n in zip(self._rows, self._counts)]
+            states.append(PackedStates(views, self._counts, self._masks))
+        return states[0], states[1]
+
+    def end(self) -> None:
+        """What the forward stored stays."""
+        for r, n in zip(self._rows, self._counts):
+            self.lengths[r] += n
+        self._index = None
+
+    def crop(self, row: int, tokens: int) -> None:
+        """Takes back the newest `tokens` tokens of a row."""
+        self.lengths[row] -= tokens
+
+    def free(self, row: int) -> None:
+        """Empties a row, for another text."""
+        self.lengths[row] = 0
+
+    def view(self, rows: Sequence[int]) -> PackedView:
+        """What `rows` hold."""
+        return PackedView(
+            [
+                PackedLayer(*([table[i][r : r + 1, :, : self.lengths[r]] for r in rows] for table in self._tables))
+                for i in sorted(self._keys)
+            ],
+            rows,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest row; models ask only where they are given no positions."""
+        return max(self.lengths)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: PackedStates,
+    value: PackedStates,
+    attention_mask: None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a pack, under transformers' interface: `query` [1, heads, N, hd] → [1, N, heads, hd].
+
+    Every row attends to its own keys and to nothing else, so no mask over all rows is ever made: on a CPU one dense
+    mask costs several times as much as a call per row.
+
+    Raises:
+        DSparkTargetError: the target's attention has sinks.
+    """
+    if s_aux is not None:
+        raise DSparkTargetError(
+            f"{type(module).__name__} uses attention sinks, which packed rows do not have; generate one row at a time."
+        )
+    parts = []
+    for part, k, v, n in zip(query.split(list(key.counts), dim=2), key, value, key.counts):
+        total = k.shape[2]
+        if sliding_window is not None and total > sliding_window + n - 1:
+            first = total - (sliding_window + n - 1)
+            k, v = k[:, :, first:], v[:, :, first:]
+        parts.append(_attend_row(part, k, v, scaling, sliding_window, softcap, key.masks))
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def _attend_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    masks: dict[tuple, torch.Tensor],
+) -> torch.Tensor:
+    """`query` [1, heads, n, hd], the newest tokens of `key` and `value` [1, kv_heads, T, hd] → [1, heads, n, hd]."""
+    _, heads, n, head_dim = query.shape
+    kv_heads, total = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    reaches = window is not None and window < total
+    if n == total and not reaches and softcap is None:  # a prompt from its beginning
+        return scaled_dot_product_attention(query, key, value, is_causal=n > 1, scale=scaling, enable_gqa=groups > 1)
+    mask = None
+    if n > 1 or (reaches and n == total):
+        at = (n, total, window if reaches else None, groups, query.device)
+        if at not in masks:
+            masks[at] = _mask(n, total, window if reaches else None, query.device).repeat(groups, 1)  # [g·n, T]
+        mask = masks[at]
+    # Query heads that share a key head stand as further rows, so that the keys are not repeated for them.
+    rows = query.reshape(1, kv_heads, groups * n, head_dim)
+    if softcap is None:
+        out = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = rows @ key.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / softcap) * softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    return out.reshape(1, heads, n, value.shape[3])
+
+
+def _mask(n: int, total: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [n, T]: what each of the newest n tokens sees of T."""
+    distance = torch.arange(total - n, total, device=device)[:, None] - torch.arange(total, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+def packed_forward(
+    target: PreTrainedModel,
+    cache: PackedCache,
+    rows: Sequence[int],
+    counts: Sequence[int],
+    positions: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """One forward of `target`, whose attention is `attend`, on the pack of `counts[i]` tokens of each row `rows[i]`.
+
+    Args:
+        cache: gets the keys and values; it keeps them if nothing is raised.
+        positions: int64 [N], absolute.
+        input_ids: int64 [N], or `inputs_embeds` [N, H].
+        kwargs: more arguments of the target's forward.
+    """
+    cache.begin(rows, counts)
+    inputs = {"input_ids": input_ids[None]} if inputs_embeds is None else {"inputs_embeds": inputs_embeds[None]}  # type: ignore[index]
+    outputs = target(**inputs, position_ids=positions[None], cache=cache, use_cache=True, return_dict=True, **kwargs)
+    cache.end()
+    return outputs
+
+
+@torch.no_grad()
+def prove_packable(
+    target: PreTrainedModel, rows: list[torch.Tensor], packed: Callable[[], AbstractContextManager]
+) -> None:
+    """Proves once per target class, on the beginnings of two rows int64 [T], that packing leaves the logits alone.
+
+    A target may do with its mask or its positions what no config tells.
+
+    Args:
+        packed: makes the context in which `attend` is the target's attention.
+
+    Raises:
+        DSparkTargetError: the logits differ.
+    """
+    if _proved.get(type(target)):
+        return
+    rows = [row[:_PROVED_TOKENS] for row in (rows[0], rows[-1])]
+    plain = [target(row[None], use_cache=False).logits[0, -1].float() for row in rows]
+    counts = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(n, device=rows[0].device) for n in counts])
+    with packed():
+        logits = packed_forward(target, PackedCache(2), (0, 1), counts, positions, torch.cat(rows)).logits[0].float()
+    ends = torch.tensor(counts, device=logits.device).cumsum(0) - 1
+    error = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, logits[ends]))
+    if not error <= _TOLERANCE.get(target.dtype, _ROUGH):
+        raise DSparkTargetError(
+            f"{type(target).__name__} gives other logits for packed rows than for single ones (by {error:.1%}): its "
+            "attention depends on more than the order of a row's tokens. Generate one row at a time with a draft model."
+        )
+    _proved[type(target)] = True
