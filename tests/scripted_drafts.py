@@ -102,3 +102,35 @@ def assert_drafted(draft: DSparkDraftModel, kind: str) -> None:
         assert accepted == 0, stats
     elif kind.startswith("corrupted"):
         assert 0 < accepted < proposed, stats
+
+
+class BatchScript:
+    """As `Script`, for the rows of a batch: `continuations[r]` are the new tokens of row r in plain `generate`."""
+
+    def __init__(self, draft: DSparkDraftModel, continuations: list[list[int]], is_wrong: Callable[[int, int], bool]):
+        self.continuations, self.is_wrong = continuations, is_wrong
+        self.first_anchor: dict[int, int] = {}
+        self._start_block = draft.start_block
+        draft.start_block, draft.sequential_step = self.start_block, self.sequential_step
+
+    def start_block(self, cache, anchor_ids, anchor_positions):
+        self.rows, self.k = cache.rows, 0
+        self.anchors = []
+        for row, anchor, position in zip(cache.rows, anchor_ids.tolist(), anchor_positions.tolist()):
+            at = position - self.first_anchor.setdefault(row, position)
+            assert anchor == self.continuations[row][at]  # the text so far is plain `generate`'s
+            self.anchors.append(at)
+        return self._start_block(cache, anchor_ids, anchor_positions)
+
+    def sequential_step(self, base_logits, hidden, previous_ids, state):
+        logits = torch.zeros_like(base_logits)
+        for i, (row, at) in enumerate(zip(self.rows, self.anchors)):
+            position = at + 1 + self.k
+            known = self.continuations[row]
+            right = known[position] if position < len(known) else 0
+            wrong = self.is_wrong(row, position)
+            logits[i, (right + wrong) % logits.shape[-1]] = _SURE
+            if wrong:
+                logits[i, right] = -1.0
+        self.k += 1
+        return logits, torch.zeros(len(base_logits), 8), None

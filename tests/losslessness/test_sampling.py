@@ -15,7 +15,7 @@ from tiny_models import tiny_draft, tiny_gemma3, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_dspark.candidate_generator as candidate_generator
-import hf_dspark.generation.loop as loop
+import hf_dspark.generation.committing as committing
 from hf_dspark.generation.verification import Verdict, sample_index, verify_sampled
 
 VOCAB, EOS, NEW_TOKENS = 5, 0, 4
@@ -124,7 +124,13 @@ def p_value(target, draft, arguments, samples, seed=0):
         draft.reasons.update(draft.last_stats.reasons)
         assert draft.last_stats.failure is None
     assert 0 < accepted < proposed
-    expected = {text: probability * samples for text, probability in exact(target, arguments).items()}
+    return chance(counts, exact(target, arguments))
+
+
+def chance(counts, probabilities):
+    """Of counts of texts this far from `probabilities`, if they are right."""
+    samples = counts.total()
+    expected = {text: probability * samples for text, probability in probabilities.items()}
     if any(expected.get(text, 0) == 0 for text in counts):
         return 0.0  # a text that plain sampling never gives
     # Rare texts are pooled into cells of five expected counts, which chi-square needs.
@@ -216,7 +222,7 @@ VERIFIERS = [always_accept, residual_not_subtracted, residual_soft_maxed, accept
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda verifier: verifier.__name__)
 def test_biased_verification_is_rejected(target, monkeypatch, verifier):
     draft = tiny_draft(target, std=0.5, target_layer_ids=[0, 1])
-    monkeypatch.setattr(loop, "verify_sampled", verifier)
+    monkeypatch.setattr(committing, "verify_sampled", verifier)
     samples = SAMPLES if verifier in (residual_not_subtracted, accept_by_p_alone) else 500
     assert p_value(target, draft, WARPERS["no warper"], samples) < ALPHA
 
@@ -257,7 +263,7 @@ def test_withholding_a_draft_for_what_it_is_is_rejected(target, monkeypatch):
     draft = tiny_draft(target, std=0.5, target_layer_ids=[0, 1])
     monkeypatch.setattr(candidate_generator.DSparkCandidateGenerator, "propose", anticipating)
     monkeypatch.setattr(
-        loop,
+        committing,
         "verify_sampled",
         # as a withheld position is treated: the target's own distribution
         lambda p, token_ids, q, usable: verify_sampled(

@@ -275,28 +275,21 @@ def _real_tokens(
     model_kwargs: dict[str, Any], rows: int, length: int, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Which prompt tokens are real, bool [R, T], and their absolute positions, int64 [T_r] per row."""
-    mask = model_kwargs.get("attention_mask")
-    real = torch.ones((rows, length), dtype=torch.bool, device=device)
-    if mask is not None:
-        if mask.shape != real.shape:
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    for name, given in (("attention_mask", mask), ("attention_mask or position_ids", positions)):
+        if given is not None and given.shape != (rows, length):  # the host makes position_ids from the mask
             raise DSparkGenerationError(
-                f"attention_mask has shape {list(mask.shape)}, but several rows with a draft model need "
-                f"[rows, tokens], {list(real.shape)}."
+                f"{name} has shape {list(given.shape)}, but several rows with a draft model need one entry per prompt "
+                f"token, {[rows, length]}."
             )
-        real = mask.to(device) != 0
+    real = torch.ones((rows, length), dtype=torch.bool, device=device) if mask is None else mask.to(device) != 0
     if not bool(real[:, -1].all()):
         raise DSparkGenerationError(
             "The batch is padded on the right: a row ends with padding, and nothing sensible follows it. Tokenize with "
             "padding_side='left'."
         )
-    positions = model_kwargs.get("position_ids")
     if positions is None:
         positions = (real.long().cumsum(-1) - 1).clamp(min=0)
-    elif positions.shape != real.shape:
-        raise DSparkGenerationError(
-            f"position_ids has shape {list(positions.shape)}, but several rows with a draft model need "
-            f"[rows, tokens], {list(real.shape)}."
-        )
     return real, [p[r] for p, r in zip(positions.to(device), real)]
 
 

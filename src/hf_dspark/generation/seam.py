@@ -231,6 +231,10 @@ def row_processors(processors: LogitsProcessorList, row: int) -> LogitsProcessor
             processor = copy.copy(processor)
             allowed = processor._prefix_allowed_tokens_fn
             processor._prefix_allowed_tokens_fn = functools.partial(_allowed_of_row, allowed, row)
+        elif kind is host_processors.RepetitionPenaltyLogitsProcessor:
+            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # each row's padding
+                processor = copy.copy(processor)
+                processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
         elif kind is host_processors.EncoderRepetitionPenaltyLogitsProcessor:
             processor = copy.copy(processor)
             processor.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
