@@ -19,9 +19,9 @@ _SECONDS_BETWEEN_LINES = 30
 class EvaluationProgress:
     """A progress bar with the rate in tokens per second; where stderr is no terminal, a line now and then."""
 
-    def __init__(self, console: Console, total: int):
-        """`total`: prompts, over all sets and temperatures."""
-        self._console, self._total = console, total
+    def __init__(self, console: Console, total: int, unit: str = "prompts"):
+        """`total`: parts of the work, called `unit`: prompts over all sets and temperatures, or groups of them."""
+        self._console, self._total, self._unit = console, total, unit
         self._done = self._tokens = 0
         self._start = self._told = time.monotonic()
         self._bar = Progress(
@@ -33,7 +33,7 @@ class EvaluationProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("prompts", total=total, rate="")
+        self._task = self._bar.add_task(unit, total=total, rate="")
 
     def __enter__(self) -> EvaluationProgress:
         self._start = self._told = time.monotonic()
@@ -45,16 +45,20 @@ class EvaluationProgress:
 
     def advance(self, result: PromptResult) -> None:
         """A prompt is done."""
+        tokens = sum(len(run.tokens) for run in result.runs)
+        self.step(f"{result.prompt_set}, temperature {result.temperature:g}", tokens)
+
+    def step(self, label: str, tokens: int) -> None:
+        """A part of the work is done, with which `tokens` tokens were generated."""
         self._done += 1
-        self._tokens += sum(len(run.tokens) for run in result.runs)
+        self._tokens += tokens
         now = time.monotonic()
         rate = f"{self._tokens / max(now - self._start, 1e-9):.1f} tokens/s"
-        label = f"{result.prompt_set}, temperature {result.temperature:g}"
         self._bar.update(self._task, completed=self._done, description=label, rate=rate)
         due = now - self._told > _SECONDS_BETWEEN_LINES or self._done == self._total
         if due and not self._console.is_terminal:
             self._told = now
-            self._console.print(f"{self._done}/{self._total} prompts, {rate} ({label})", highlight=False)
+            self._console.print(f"{self._done}/{self._total} {self._unit}, {rate} ({label})", highlight=False)
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
