@@ -26,11 +26,13 @@ def write_plots(results: Sequence[ModeResult], directory: str | os.PathLike) -> 
     by_mode: dict[str, list[ModeResult]] = {}
     for result in results:
         by_mode.setdefault(result.mode, []).append(result)
+    colors = {mode: f"C{i}" for i, mode in enumerate(by_mode)}  # the same in every panel
 
     trade = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = trade.add_subplot()
     for mode, own in by_mode.items():
-        axes.plot([r.request_speed for r in own], [r.tokens_per_second for r in own], "o-", markersize=4, label=mode)
+        x, y = [r.request_speed for r in own], [r.tokens_per_second for r in own]
+        axes.plot(x, y, "o-", color=colors[mode], markersize=4, label=mode)
         for result in own if mode in (PLAIN, SCHEDULED) else ():
             axes.annotate(
                 str(result.concurrency),
@@ -48,10 +50,10 @@ def write_plots(results: Sequence[ModeResult], directory: str | os.PathLike) -> 
     load = Figure(figsize=(6.4, 6.0), layout="constrained")
     upper, lower = load.subplots(2, 1, sharex=True)
     for mode, own in by_mode.items():
-        upper.plot([r.concurrency for r in own], [r.tokens_per_second for r in own], "o-", markersize=4, label=mode)
-    for i, mode in enumerate(m for m in (FULL, SCHEDULED) if m in by_mode):
-        own = by_mode[mode]
-        lower.plot([r.concurrency for r in own], [r.verified for r in own], "o-", color=f"C{2 + i}", label=mode)
+        x, y = [r.concurrency for r in own], [r.tokens_per_second for r in own]
+        upper.plot(x, y, "o-", color=colors[mode], markersize=4, label=mode)
+        if mode in (FULL, SCHEDULED):
+            lower.plot(x, [r.verified for r in own], "o-", color=colors[mode], markersize=4, label=mode)
     upper.set_ylabel("tokens/s of all requests")
     lower.set_ylabel("drafts verified per request and round")
     lower.set_xlabel("concurrency")
