@@ -60,9 +60,23 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             self.row_context_tokens[row] += len(features)
 
     def forget_row(self, row: int) -> None:
-        """The row is finished."""
+        """The row is finished, and may become another's."""
         self._waiting.pop(row, None)
         self._contexts.free(row)
+        self.row_context_tokens[row] = 0
+
+    def add_row(self) -> int:
+        """One more row, of the first one's processors; returns its id."""
+        self.row_processors.append(self.row_processors[0])
+        self.row_context_tokens.append(0)
+        return self._contexts.add_row()
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Gives row `target`, which is empty, the context of row `source`."""
+        if source in self._waiting:
+            self._waiting[target] = list(self._waiting[source])
+        self._contexts.copy(source, target)
+        self.row_context_tokens[target] = self.row_context_tokens[source]
 
     def propose_rows(
         self, requests: Sequence[RowRequest], reason: str, decide: Callable[[torch.Tensor], Schedule] | None

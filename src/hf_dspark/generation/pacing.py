@@ -153,6 +153,10 @@ class Pacer:
         """Tokens before the coming round, of one request."""
         return round(self._context)
 
+    def set_context(self, tokens: float) -> None:
+        """Tokens before the coming round, where requests come and go."""
+        self._context = tokens
+
     # ------------------------------------------------------------------------------------------------------------
     # Before a round
     # ------------------------------------------------------------------------------------------------------------
@@ -178,10 +182,13 @@ class Pacer:
             return RoundPlan(drafting=budget.rows > 0, reason=budget.reason, keep=budget.rows)
         return RoundPlan(walk=self.scheduler.walk(curve, limit))
 
-    def schedule(self, confidences: torch.Tensor, curve: ThroughputCurve) -> Schedule:
-        """The lengths of many requests: from their confidences [R, γ] and the curve of the plan."""
+    def schedule(self, confidences: torch.Tensor, curve: ThroughputCurve, other_rows: int = 0) -> Schedule:
+        """The lengths of many requests: from their confidences [R, γ], the curve of the plan, and the tokens that the
+        forward holds besides."""
         assert self.scheduler is not None  # else no plan has a curve
-        return self.scheduler.schedule(confidences, curve, list(self.past), round_index=self.rounds)
+        return self.scheduler.schedule(
+            confidences, curve, list(self.past), round_index=self.rounds, other_rows=other_rows
+        )
 
     def _times_a_plain_step(self, requests: int) -> bool:
         if self.frozen is not None:

@@ -17,6 +17,16 @@ from transformers import AttentionInterface, PreTrainedModel
 from ..errors import DSparkTargetError
 
 ATTENTION = "dspark_packed"  # the name under which transformers finds `attend`
+PAGED_ATTENTION = "dspark_paged"  # and `attend_paged`
+_PAGED_ONLY = (
+    "max_length_q",
+    "max_length_k",
+    "write_index",
+    "read_index",
+    "block_table",
+    "is_causal",
+    "logits_indices",
+)
 _GROWTH = 64  # slots per row that a cache grows by at the least, so that it is copied rarely
 LAYER_TYPES = ("full_attention", "sliding_attention")  # what `attend` knows
 _PROVED_TOKENS = 24  # of each of two rows, in the proof that a target may be packed
@@ -89,16 +99,21 @@ class PackedCache:
         states = []
         for store, new in zip(self._tables, (key, value)):
             table = store.get(layer_idx)
-            if table is None or table.shape[2] < needed:
-                grown = needed + max(_GROWTH, needed // 4)
-                larger = new.new_empty((len(self.lengths), new.shape[1], grown, new.shape[3]))
-                if table is not None:
-                    larger[:, :, : table.shape[2]] = table
-                store[layer_idx] = table = larger
+            if table is None or table.shape[2] < needed or table.shape[0] < len(self.lengths):
+                store[layer_idx] = table = self._grown(table, new, needed)
             table[rows, :, slots] = new[0].transpose(0, 1)
             views = [table[r : r + 1, :, : self.lengths[r] + n] for r, n in zip(self._rows, self._counts)]
             states.append(PackedStates(views, self._counts, self._masks))
         return states[0], states[1]
+
+    def _grown(self, table: torch.Tensor | None, new: torch.Tensor, needed: int) -> torch.Tensor:
+        """A larger table, with all that was in `table`."""
+        kept_rows, kept_slots = (0, 0) if table is None else (table.shape[0], table.shape[2])
+        slots = max(kept_slots, needed + max(_GROWTH, needed // 4) if needed > kept_slots else 0)
+        larger = new.new_empty((len(self.lengths), new.shape[1], slots, new.shape[3]))
+        if table is not None:
+            larger[:kept_rows, :, :kept_slots] = table
+        return larger
 
     def end(self) -> None:
         """What the forward stored stays."""
@@ -110,9 +125,23 @@ class PackedCache:
         """Takes back the newest `tokens` tokens of a row."""
         self.lengths[row] -= tokens
 
+    def add_row(self) -> int:
+        """One more row; returns its id."""
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
     def free(self, row: int) -> None:
         """Empties a row, for another text."""
         self.lengths[row] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Gives row `target` what row `source` holds."""
+        self.lengths[target] = length = self.lengths[source]
+        for store in self._tables:
+            for layer_idx, table in store.items():
+                if target >= table.shape[0]:
+                    store[layer_idx] = table = self._grown(table, table, table.shape[2])
+                table[target, :, :length] = table[source, :, :length]
 
     def view(self, rows: Sequence[int]) -> PackedView:
         """What `rows` hold."""
@@ -205,7 +234,40 @@ def _mask(n: int, total: int, window: int | None, device: torch.device) -> torch
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
+def attend_paged(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor | dict[str, torch.Tensor],
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`attend` on what transformers' paged cache gives: keys and values [1, kv_heads, ΣT_r, hd] of all requests.
+
+    Args:
+        cu_seq_lens_q, cu_seq_lens_k: int32 [R+1], where each request begins among the queries and the keys.
+
+    Raises:
+        DSparkTargetError: a layer reads keys that another layer stored, which come without their places.
+    """
+    if isinstance(cu_seq_lens_k, dict):
+        raise DSparkTargetError(
+            f"{type(module).__name__} has layers that read another layer's keys, which continuous batching does not "
+            "carry on this device; use `generate` with a batch."
+        )
+    counts = cu_seq_lens_q.diff().tolist()
+    totals = cu_seq_lens_k.diff().tolist()
+    masks: dict[tuple, torch.Tensor] = {}
+    keys, values = (PackedStates(states.split(totals, dim=2), counts, masks) for states in (key, value))
+    for name in _PAGED_ONLY:
+        kwargs.pop(name, None)
+    return attend(module, query, keys, values, None, **kwargs)
+
+
 AttentionInterface.register(ATTENTION, attend)
+AttentionInterface.register(PAGED_ATTENTION, attend_paged)
 
 
 def packed_forward(

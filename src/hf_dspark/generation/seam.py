@@ -1,7 +1,7 @@
 """The seam with transformers: the only file that touches its private methods.
 
-Importing the package wraps three methods of `GenerationMixin`. Each passes through untouched unless `assistant_model`
-is a `DSparkDraftModel`.
+Importing the package wraps methods of `GenerationMixin`: three of `generate`, three of continuous batching. Each passes
+through untouched unless `assistant_model` is a `DSparkDraftModel`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import transformers
-from transformers import Cache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    Cache,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.generation import logits_process as host_processors
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -105,7 +113,7 @@ class TransformersHost:
 
 
 def install() -> None:
-    """Checks the installed transformers and wraps its three methods; a second call does nothing.
+    """Checks the installed transformers and wraps its methods; a second call does nothing.
 
     Raises:
         DSparkDependencyError: a method, or a parameter of one, is missing.
@@ -115,6 +123,9 @@ def install() -> None:
         ("_validate_generation_mode", _wrap_validate),
         ("_get_candidate_generator", _wrap_candidate_generator),
         ("_assisted_decoding", _wrap_assisted_decoding),
+        ("init_continuous_batching", _wrap_continuous),
+        ("continuous_batching_context_manager", _wrap_continuous_context),
+        ("generate_batch", _wrap_generate_batch),
     ):
         original = getattr(GenerationMixin, name)
         if getattr(original, _WRAPPED, False):
@@ -183,8 +194,8 @@ def _refuse(target: PreTrainedModel, draft: DSparkDraftModel, config: Generation
     resolve_knobs(draft, config)
 
 
-def _refuse_rows(target: PreTrainedModel, synced_gpus: bool, streamer: Any, cache: Any) -> None:
-    """Refuses, before anything is computed, what several rows cannot have."""
+def _refuse_layers(target: PreTrainedModel) -> None:
+    """Refuses, before anything is computed, a target whose rows cannot be packed."""
     name = type(target).__name__
     config = target.config.get_text_config(decoder=True)
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
@@ -197,6 +208,10 @@ def _refuse_rows(target: PreTrainedModel, synced_gpus: bool, streamer: Any, cach
         raise DSparkTargetError(
             f"The rows of a batch cannot be packed for {name}: {reason}. Generate one row at a time with a draft model."
         )
+
+
+def _refuse_rows(synced_gpus: bool, streamer: Any, cache: Any) -> None:
+    """Refuses, before anything is computed, what several rows cannot have."""
     user_made = cache is not None and getattr(cache, "_is_user_defined", False)
     for option, given in (
         ("synced_gpus", synced_gpus),
@@ -300,7 +315,8 @@ def _wrap_assisted_decoding(original: Any) -> Any:
             )
         check_cache(model_kwargs.get("cache"))
         if input_ids.shape[0] > 1:
-            _refuse_rows(self, synced_gpus, streamer, model_kwargs.get("cache"))
+            _refuse_layers(self)
+            _refuse_rows(synced_gpus, streamer, model_kwargs.get("cache"))
             pad = generation_config._pad_token_tensor
             batch = BatchDecodingLoop(
                 TransformersHost(self),
@@ -339,3 +355,70 @@ def _wrap_assisted_decoding(original: Any) -> Any:
         return result
 
     return _assisted_decoding
+
+
+# The draft of a call that makes its manager two calls further down, as the host's own entry points do.
+_continuous_draft: ContextVar[DSparkDraftModel | None] = ContextVar("_continuous_draft", default=None)
+
+
+def _wrap_continuous(original: Any) -> Any:
+    def init_continuous_batching(self, *args, assistant_model=None, **kwargs):
+        draft = assistant_model if assistant_model is not None else _continuous_draft.get()
+        if draft is None:
+            return original(self, *args, **kwargs)
+        return _manager(self, draft, inspect.signature(original).bind(self, *args, **kwargs).arguments)
+
+    return init_continuous_batching
+
+
+def _wrap_continuous_context(original: Any) -> Any:
+    @contextmanager
+    def continuous_batching_context_manager(self, *args, assistant_model=None, **kwargs):
+        with _drafting_with(assistant_model), original(self, *args, **kwargs) as manager:
+            yield manager
+
+    return continuous_batching_context_manager
+
+
+def _wrap_generate_batch(original: Any) -> Any:
+    def generate_batch(self, *args, assistant_model=None, **kwargs):
+        with _drafting_with(assistant_model):
+            return original(self, *args, **kwargs)
+
+    return generate_batch
+
+
+@contextmanager
+def _drafting_with(draft: Any) -> Iterator[None]:
+    token = _continuous_draft.set(draft if draft is not None else _continuous_draft.get())
+    try:
+        yield
+    finally:
+        _continuous_draft.reset(token)
+
+
+def _manager(target: Any, draft: Any, arguments: dict[str, Any]) -> Any:
+    """A manager with `draft`, checked before anything is allocated."""
+    from .continuous import DSparkContinuousBatchingManager
+
+    if not isinstance(draft, DSparkDraftModel):
+        raise DSparkGenerationError(
+            f"assistant_model is a {type(draft).__name__}, but continuous batching takes a DSparkDraftModel only."
+        )
+    cached = getattr(target, "_cached_continuous_batching_manager", None)
+    if cached is not None:
+        if getattr(cached, "draft", None) is draft:
+            cached.switch_to_cb_friendly_attn(target)
+            return cached
+        raise DSparkGenerationError(
+            "The target keeps a manager that was made without this draft model; call "
+            "`target.destroy_cached_continuous_batching_manager()` first."
+        )
+    config = copy.copy(arguments.get("generation_config") or target.generation_config)
+    if config.eos_token_id is None:
+        config.eos_token_id = -1  # the engine's word for none
+    _refuse(target, draft, config)
+    _refuse_layers(target)
+    draft.bind_target(target)
+    engine = arguments.get("continuous_batching_config") or ContinuousBatchingConfig()
+    return DSparkContinuousBatchingManager(target, config, engine, arguments.get("workload_hints"), draft)
