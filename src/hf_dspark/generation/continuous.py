@@ -199,10 +199,10 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
             start = end
         tapped = self.generator.model_kwargs_overrides["output_hidden_states"]
         wanted = tapped if self.generator.failure is None else None
-        index = torch.tensor(read, device=self.model_device)
+        index = torch.tensor(read, dtype=torch.long, device=self.model_device)  # empty: pieces of prompts alone
         outputs = model(**inputs, output_hidden_states=wanted, logits_to_keep=index)
         scores = outputs.logits[0].float()  # [rows read, V]
-        if self.logit_processor.do_processing:
+        if self.logit_processor.do_processing and read:
             scores = self.logit_processor(inputs["input_ids"][0, index], scores, inputs["logits_processor_args"])
         features = None if wanted is None else self.generator.features(outputs.hidden_states)[0].split(counts)
         self._commit(scores, features, perf_counter() - started, started)
@@ -339,23 +339,18 @@ class DSparkContinuousBatchingManager(ContinuousBatchingManager):
         try:
             self._check_processors()
         except DSparkGenerationError:
-            self._restore_attention()
+            if self._original_attn_impl is not None:
+                self.model.set_attn_implementation(self._original_attn_impl)
             raise
-        if self.model.config._attn_implementation in ("sdpa", "paged|eager"):
-            # One mask over all requests is what the host would use here; a call per request costs a fraction of it.
-            if self._original_attn_impl is None:
-                self._original_attn_impl = self.model.config._attn_implementation
-            self.model.config._attn_implementation = PAGED_ATTENTION
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """The host's, but for a manager that is used again."""
-        if model.config._attn_implementation != PAGED_ATTENTION:
-            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
-
-    def _restore_attention(self) -> None:
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
-            self._original_attn_impl = None
+        """Flash kernels where the host has them, else a call of attention per request: the host's one mask over all
+        requests costs several times as much."""
+        super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+        if model.config._attn_implementation in ("sdpa", "paged|eager"):
+            if self._original_attn_impl is None:
+                self._original_attn_impl = model.config._attn_implementation
+            model.config._attn_implementation = PAGED_ATTENTION
 
     def _check_processors(self) -> None:
         wanted = self.model._get_logits_processor(self.generation_config)
