@@ -18,19 +18,20 @@ def test_bench_writes_table_json_and_plots(pair, prompts, tmp_path, capsys):
     assert run(*argv, "--lengths", "1", "--json", str(out), "--plots", str(plots)) == 0
     printed = capsys.readouterr()
     assert all(len(line) <= 80 for line in printed.out.splitlines())
-    assert "25/25 groups" in printed.err
+    assert "30/30 groups" in printed.err
 
     values = json.loads(out.read_text())
     settings, results, groups = values["settings"], values["results"], values["groups"]
-    modes = ["plain", "continuous", "full blocks", "length 1", "scheduled"]
+    modes = ["plain", "continuous", "full blocks", "length 1", "scheduled", "continuous + draft"]
     assert settings["modes"] == modes and settings["concurrency"] == [1, 2]
     assert sorted((r["concurrency"], r["mode"]) for r in results) == sorted((c, m) for c in (1, 2) for m in modes)
-    assert len(groups) == 5 * (3 + 2)  # the last group of two has one request
+    assert len(groups) == 6 * (3 + 2)  # the last group of two has one request
     for group in groups:
         assert group["tokens"] == 6 * group["requests"] == 6 * len(group["request_speeds"])  # no eos: each runs full
         assert group["seconds"] > 0 and min(group["request_speeds"]) > 0
     by_mode = {r["mode"]: r for r in results if r["concurrency"] == 2}
     assert by_mode["plain"]["speed"] == 1 and by_mode["plain"]["verified"] == by_mode["continuous"]["verified"] == 0
+    assert by_mode["continuous + draft"]["verified"] > 0
     assert by_mode["length 1"]["verified"] <= 1 < by_mode["full blocks"]["verified"] <= 3
     assert len(list(plots.glob("*.png"))) == 2
     assert not Path(f"{out}.partial.jsonl").exists()

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import time
-from collections import Counter
 
 import pytest
 import torch
@@ -179,35 +178,6 @@ def test_logprobs(managers):
         assert a.generated_tokens == b.generated_tokens
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-4, rtol=1e-3)
     assert_drafted(managers[0])
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_distribution(monkeypatch, biased):
-    """Chi-square against the exact distribution, under a warper; and a sampler that keeps every draft is rejected."""
-    import sys
-
-    sys.path.insert(0, "tests/losslessness")
-    from test_sampling import ALPHA, EOS, NEW_TOKENS, PROMPT, always_accept, chance, exact, flattened, small
-
-    import hf_dspark.generation.continuous as continuous
-
-    target = flattened(small(tiny_llama))
-    draft = tiny_draft(target, std=0.5, target_layer_ids=[0, 1])
-    if biased:
-        monkeypatch.setattr(continuous, "verify_sampled", always_accept)
-    config = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=True, eos_token_id=EOS, pad_token_id=EOS, temperature=0.8, top_k=0
-    )
-    torch.manual_seed(0)
-    texts = [PROMPT[0].tolist()] * 500 + [[2, 1]] * 100
-    counts = Counter()
-    for seed in range(2):
-        outputs = run(
-            target, texts, config, draft, num_blocks=2000, max_requests_per_batch=64, max_batch_tokens=400, seed=seed
-        )
-        counts.update(tuple(new) for new in tokens(outputs)[:500])
-    p = chance(counts, exact(target, {"temperature": 0.8, "top_k": 0}))
-    assert p < ALPHA if biased else p > ALPHA
 
 
 def finish(manager, request_ids, limit=60):

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     console.print(table(results))
     if CONTINUOUS in measured:
-        console.print("continuous: transformers' own continuous batching, without a draft.", style="dim")
+        console.print("continuous: transformers' continuous batching, without and with the draft.", style="dim")
     if args.json is not None:
         write_json(
             args.json,

@@ -18,6 +18,7 @@ from .prompts import encode
 from .runs import generation_kwargs
 
 PLAIN, CONTINUOUS, FULL, SCHEDULED = "plain", "continuous", "full blocks", "scheduled"
+CONTINUOUS_SCHEDULED = "continuous + draft"
 WARM_UP_TOKENS = 8
 _PAGE = 32  # tokens of a page of the continuous cache
 
@@ -70,7 +71,8 @@ class ModeResult:
 
 def modes(lengths: Sequence[int], continuous: bool = True) -> list[str]:
     """What is measured; `lengths` are fixed block lengths besides the full one."""
-    return [PLAIN, *([CONTINUOUS] if continuous else []), FULL, *(f"length {n}" for n in lengths), SCHEDULED]
+    own = [FULL, *(f"length {n}" for n in lengths), SCHEDULED]
+    return [PLAIN, CONTINUOUS, *own, CONTINUOUS_SCHEDULED] if continuous else [PLAIN, *own]
 
 
 def measure(
@@ -162,8 +164,10 @@ def _run(
     concurrency: int,
 ) -> Chunk:
     kwargs = generation_kwargs(max_new_tokens, temperature)
-    if mode == CONTINUOUS:
-        return _run_continuous(target, tokenizer, group, kwargs, concurrency)
+    if mode in (CONTINUOUS, CONTINUOUS_SCHEDULED):
+        draft.scheduler = "auto"
+        own_draft = draft if mode == CONTINUOUS_SCHEDULED else None
+        return _run_continuous(target, tokenizer, own_draft, group, kwargs, concurrency)
     prompts = [encode(tokenizer, conversation, target.device)["input_ids"][0] for conversation in group]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     width = max(len(prompt) for prompt in prompts)
@@ -199,6 +203,7 @@ def _run(
 def _run_continuous(
     target: Any,
     tokenizer: PreTrainedTokenizerBase,
+    draft: DSparkDraftModel | None,
     group: Sequence[list[dict[str, str]]],
     kwargs: dict[str, Any],
     concurrency: int,
@@ -210,11 +215,12 @@ def _run_continuous(
     engine = ContinuousBatchingConfig(
         page_size=_PAGE,
         num_blocks=pages * concurrency,
-        max_batch_tokens=max(sum(len(prompt) for prompt in prompts), concurrency),
+        max_batch_tokens=max(sum(len(prompt) for prompt in prompts), 8 * concurrency),
         max_requests_per_batch=concurrency,
     )
+    more = {} if draft is None else {"assistant_model": draft}
     with target.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=engine, block=True, timeout=5
+        generation_config=config, continuous_batching_config=engine, block=True, timeout=5, **more
     ) as manager:
         start = time.perf_counter()
         manager.add_requests(prompts)
@@ -226,9 +232,15 @@ def _run_continuous(
             elif not manager.is_running():
                 break
         seconds = time.perf_counter() - start
+        stats = None if draft is None else manager.draft_stats
     counts = [len(output.generated_tokens) for output in outputs]
     speeds = [count / (output.lifespan[1] - output.lifespan[0]) for count, output in zip(counts, outputs)]
-    return Chunk(CONTINUOUS, concurrency, len(group), sum(counts), seconds, speeds)
+    if stats is None:
+        return Chunk(CONTINUOUS, concurrency, len(group), sum(counts), seconds, speeds)
+    verified = stats.proposed / max(stats.request_steps, 1)
+    return Chunk(
+        CONTINUOUS_SCHEDULED, concurrency, len(group), sum(counts), seconds, speeds, verified, stats.accepted_length
+    )
 
 
 def _new_tokens(texts: torch.Tensor, target: Any) -> list[int]:
