@@ -2,8 +2,8 @@
 
     python benchmarks/load.py --minutes 5 --seed 0
 
-needs no weights: a tiny random target, and a draft that says what the target says four times out of five. It fails when a
-request is lost, a text differs from plain `generate`'s, or something is left behind at the end; it prints what it did.
+needs no weights: a tiny random target, and a draft that says what the target says four times out of five. It fails
+when a request is lost, a text differs from plain `generate`'s, or something is left behind; it prints what it did.
 """
 
 from __future__ import annotations
