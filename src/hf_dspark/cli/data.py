@@ -174,6 +174,7 @@ def _regenerate(args: argparse.Namespace) -> int:
             f"{len(too_long)} prompts leave no room for {args.max_new_tokens} tokens in the context of "
             f"{writer.context_length}; they are left out.",
             highlight=False,
+            soft_wrap=True,
         )
     with _writing(file, len(order), console) as progress:
         regenerate(writer, batches, file, sampling, args.seed, progress.advance)
@@ -340,14 +341,15 @@ def _writing(file: RecordFile, total: int, console: Console) -> Iterator[RecordP
     from ..errors import DSparkGenerationError
     from .data_view import RecordProgress
 
-    if len(file):
-        console.print(f"Going on with {file.path}: {len(file)} of {total} records are there.", style="dim")
+    if 0 < len(file) < total:
+        going_on = f"Going on with {file.path}: {len(file)} of {total} records are there."
+        console.print(going_on, style="dim", markup=False, highlight=False, soft_wrap=True)
     progress = RecordProgress(console, total, len(file))
     try:
         with progress:
             yield progress
     except KeyboardInterrupt:
-        console.print(f"Interrupted. {len(file)} records are kept; the same command goes on from them.")
+        console.print(f"Interrupted. {len(file)} records are kept; the same command goes on from them.", soft_wrap=True)
         raise
     except torch.OutOfMemoryError as error:
         raise DSparkGenerationError(
@@ -373,11 +375,12 @@ def _summarize(file: RecordFile, progress: RecordProgress) -> None:
     file.save_meta()
     console = Console()
     line = f"{len(file):,} records with {answers:,} answers and {tokens:,} tokens in {file.path}"
-    console.print(f"{line} ({progress.rate} in this run).", highlight=False, markup=False)
+    console.print(f"{line} ({progress.rate} in this run).", highlight=False, markup=False, soft_wrap=True)
     for name, number in file.counts.items():
-        if number and (name.startswith("dropped") or name in ("cut", "empty", "too_long")):
-            console.print(f"  {_WORDS.get(name, name)}: {number:,}", highlight=False)
-    console.print(f"How they were made: {file.meta_path}", highlight=False, markup=False)
+        if number and (name.startswith("dropped") or name in _WORDS):
+            words = _WORDS.get(name, f"user turns {name}".replace(": ", ", "))
+            console.print(f"  {words}: {number:,}", highlight=False)
+    console.print(f"How they were made: {file.meta_path}", highlight=False, markup=False, soft_wrap=True)
 
 
 _WORDS = {

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import DSparkDataError
-from .data import encode_records, has_anchor
+from .data import encode_records, has_anchor, to_messages
 from .masks import Sample
 
 
@@ -99,7 +99,7 @@ def inspect_records(
     random = np.random.default_rng(seed)
     for record, samples in encode_records(records, tokenizer):
         found.records += 1
-        answers = sum(message.get("role") == "assistant" for message in record.get("messages") or ()) or 1
+        answers = sum(message.get("role") == "assistant" for message in to_messages(record))
         found.answers[answers] = found.answers.get(answers, 0) + 1
         found.unfinished += record.get("finished") is False
         if record.get("temperature") is not None:
