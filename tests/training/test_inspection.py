@@ -57,6 +57,19 @@ def test_the_histogram_has_round_borders_and_every_sample(longest, width):
     assert sum(number for _, _, number in ranges) == 2 and len(ranges) <= 12
 
 
+def test_the_histogram_begins_with_the_shortest():
+    assert Inspection(512, lengths=[45, 95, 100, 120]).histogram() == [
+        (41, 50, 1),
+        (51, 60, 0),
+        (61, 70, 0),
+        (71, 80, 0),
+        (81, 90, 0),
+        (91, 100, 2),
+        (101, 110, 0),
+        (111, 120, 1),
+    ]
+
+
 def test_as_json():
     values = json.loads(json.dumps(inspect_records(RECORDS, byte_tokenizer(QWEN3), 512).to_dict()))
     assert values["records"] == 3 and 0 < values["supervised_share"] < 1

@@ -6,7 +6,7 @@ import pytest
 from writing import record_file
 
 from hf_dspark.errors import DSparkDataError
-from hf_dspark.training.record_file import read_meta
+from hf_dspark.training.record_file import RecordFile, read_meta
 
 
 def test_other_settings_are_refused_and_named(tmp_path):
@@ -34,6 +34,17 @@ def test_a_file_that_is_not_ours_stays_as_it_is(tmp_path):
     (tmp_path / "own.jsonl.meta.json").write_text("{}")
     with pytest.raises(DSparkDataError, match="damaged"):
         record_file(tmp_path / "own.jsonl")
+
+
+def test_a_run_that_was_killed_is_on_record_too(tmp_path):
+    """Between two savings of the meta file."""
+    path = tmp_path / "out.jsonl"
+    RecordFile(path, {}, {}, {"machine": "first"}).append([{"id": "a"}, {"id": "b"}])
+    RecordFile(path, {}, {}, {"machine": "second"})
+    RecordFile(path, {}, {}, {"machine": "third"}).append([{"id": "c"}])
+    RecordFile(path, {}, {}, {"machine": "fourth"})
+    runs = [(run["machine"], run["records"]) for run in read_meta(path)["runs"]]
+    assert runs == [("first", 2), ("third", 1), ("fourth", 0)]  # the last may still write
 
 
 def test_the_meta_file_lists_the_runs_that_wrote(tmp_path):

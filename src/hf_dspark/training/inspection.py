@@ -66,11 +66,12 @@ class Inspection:
         }
 
     def histogram(self, bins: int = 12) -> list[tuple[int, int, int]]:
-        """Lengths in at most `bins` equal ranges with round borders: (first, last, number of samples)."""
+        """Lengths in at most `bins` equal ranges with round borders, from the shortest: (first, last, samples)."""
         longest = max(self.lengths, default=0)
         width = next(w for p in range(12) for w in (10**p, 2 * 10**p, 5 * 10**p) if w * bins >= longest)
         counts = np.bincount([(length - 1) // width for length in self.lengths], minlength=1)
-        return [(i * width + 1, (i + 1) * width, int(n)) for i, n in enumerate(counts)]
+        shortest = int(np.flatnonzero(counts)[0]) if self.lengths else 0
+        return [(i * width + 1, (i + 1) * width, int(n)) for i, n in enumerate(counts) if i >= shortest]
 
 
 def inspect_records(

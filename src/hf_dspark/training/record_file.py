@@ -25,7 +25,8 @@ class RecordFile:
         path: of the JSONL file.
         settings: JSON-ready; everything that the records depend on. Records made with others are not added to.
         notes: JSON-ready; what is kept beside the settings, and may differ between runs.
-        run: JSON-ready; describes this run (versions, machine). The meta file lists all runs that wrote something.
+        run: JSON-ready; describes this run (versions, machine). The meta file lists it after those that wrote
+            something before.
 
     Raises:
         DSparkDataError: there are records at `path` of which there is no meta file, that were made with other settings
@@ -84,12 +85,11 @@ class RecordFile:
 
     def save_meta(self) -> None:
         """Writes the meta file."""
-        runs = [*self._earlier_runs, *([self._run] if self._run["records"] or not self._earlier_runs else [])]
         values = {
             "settings": self._settings,
             **self._notes,
             "counts": {"records": len(self.ids), **self.counts},
-            "runs": runs,
+            "runs": [*self._earlier_runs, self._run],
         }
         temporary = self.meta_path.with_name(self.meta_path.name + ".tmp")
         temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -119,7 +119,9 @@ class RecordFile:
                 )
             self.ids.add(record["id"])
         self.counts = {name: count for name, count in meta["counts"].items() if name != "records"}
-        self._earlier_runs = [run for run in meta["runs"] if run["records"]]
+        runs = meta["runs"]
+        runs[-1]["records"] = len(self.ids) - sum(run["records"] for run in runs[:-1])  # it may have been killed
+        self._earlier_runs = [run for run in runs if run["records"]]
 
 
 def meta_path(path: str | os.PathLike) -> Path:
