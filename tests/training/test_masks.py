@@ -74,9 +74,10 @@ def test_every_answer_of_many_turns_has_the_context_it_was_written_in(name):
     assert len(samples) == (2 if name == "qwen3" else 1)  # whose earlier turns lose their think block
     (first, answer), (second, again) = [span for sample in samples for span in sample]
     inserted = NO_THOUGHT * (name == "qwen3")
-    assert (first, answer.strip()) == (prompt(template, [USER]) + inserted, f"Because.{END[name]}")
+    blank = " " * name.startswith("mistral")
+    assert (first, answer) == (prompt(template, [USER]) + inserted, f"{blank}Because.{END[name]}")
     assert second == prompt(template, [USER, ANSWER, SECOND_USER]) + inserted
-    assert again.strip() == f"Yes — quite.{END[name]}"
+    assert again == f"{blank}Yes — quite.{END[name]}"
 
 
 @pytest.mark.parametrize("name", [name for name in STOCK if name not in ("gemma", "mistral")])
@@ -84,7 +85,8 @@ def test_a_system_turn_is_context(name):
     template = STOCK[name]
     samples = encoded(template, [SYSTEM, USER, ANSWER, SECOND_USER, SECOND])
     spans = [span for sample in samples for span in sample]
-    assert [answer.strip() for _, answer in spans] == [f"Because.{END[name]}", f"Yes — quite.{END[name]}"]
+    blank = " " * name.startswith("mistral")
+    assert [answer for _, answer in spans] == [f"{blank}Because.{END[name]}", f"{blank}Yes — quite.{END[name]}"]
     inserted = NO_THOUGHT * (name == "qwen3")
     assert spans[0][0] == prompt(template, [SYSTEM, USER]) + inserted
     assert spans[1][0] == prompt(template, [SYSTEM, USER, ANSWER, SECOND_USER]) + inserted
@@ -153,6 +155,13 @@ def test_a_prompt_that_opens_a_think_block_and_answers_shown_without_it():
         [("<|user|>Why?<|assistant|><think>\n", "Hm.</think>\n\nBecause.<|end|>")],
         [(context, "Sure.</think>\n\nYes.<|end|>")],
     ]
+
+
+def test_white_space_behind_another_header_is_not_the_answers():
+    template = THINKS_FIRST.replace("'<|assistant|>' ~ m", "'<|assistant|>\\n\\n' ~ m")
+    written = {"role": "assistant", "content": "Hm.</think>\n\nBecause."}
+    ((span,),) = encoded(template, [USER, written])
+    assert span == ("<|user|>Why?<|assistant|><think>\n", "Hm.</think>\n\nBecause.<|end|>")
 
 
 def test_a_template_that_knows_no_generation_prompt():

@@ -203,10 +203,9 @@ def _locate(
     opening = lead.strip()
     if opening and answer.startswith(lead):
         said = content.lstrip() if isinstance(content, str) else ""
-        if said.startswith(opening):
-            pass  # the target wrote it
-        elif said.startswith(opening.split()[0]) or (cut and opening.startswith("</")):
-            answer = said + tail  # a thought without an end, which the template took for an answer
+        if said.startswith(opening.split()[0]) or (cut and opening.startswith("</")):
+            # The target wrote the block; or it began a thought and did not end it, which the template takes for an answer.
+            answer = said + tail
         else:
             before, answer = before + lead, answer[len(lead) :]
     if answer.endswith(tail):
