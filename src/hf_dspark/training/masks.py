@@ -204,7 +204,7 @@ def _locate(
     if opening and answer.startswith(lead):
         said = content.lstrip() if isinstance(content, str) else ""
         if said.startswith(opening.split()[0]) or (cut and opening.startswith("</")):
-            # The target wrote the block; or it began a thought and did not end it, which the template takes for an answer.
+            # The target wrote the block; or it never ended a thought, which the template takes for an answer.
             answer = said + tail
         else:
             before, answer = before + lead, answer[len(lead) :]
