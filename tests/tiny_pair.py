@@ -12,10 +12,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+def tiny_target(seed: int = 0, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=4,

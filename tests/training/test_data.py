@@ -39,7 +39,7 @@ TWO_TURNS = [
 
 def supervised(template, messages=TWO_TURNS, **kwargs):
     tokenizer = tiny_tokenizer(template)
-    ids, mask = encode_conversation(tokenizer, messages, **kwargs)
+    ((ids, mask),) = encode_conversation(tokenizer, messages, **kwargs)
     assert len(ids) == len(mask)
     return ids, [i for i, kept in zip(ids, mask) if kept]
 
@@ -71,16 +71,10 @@ def test_the_newline_after_the_end_of_turn_is_not_supervised():
     """SmolLM2 and Qwen put a newline behind <|im_end|>; nobody generates it."""
     template = CHATML.replace(" w44", " \n")
     tokenizer = tiny_tokenizer(template)
-    ids, mask = encode_conversation(tokenizer, TWO_TURNS[:2])
+    ((ids, mask),) = encode_conversation(tokenizer, TWO_TURNS[:2])
     kept = [i for i, m in zip(ids, mask) if m]
     assert kept[:2] == [3, 4] and mask[-1] in (0, 1)
     assert sum(mask) == 3  # w3 w4 w43
-
-
-def test_a_template_that_rewrites_history_is_refused():
-    rewriting = "{% for m in messages %} w4{{ messages | length }} {{ m['content'] }}{% endfor %}"
-    with pytest.raises(DSparkDataError, match="generation"):
-        supervised(rewriting)
 
 
 def test_no_template():

@@ -66,6 +66,28 @@ def plot_learning_curve(histories: dict[str, list[dict[str, Any]]], path: str | 
     figure.savefig(path, dpi=150)
 
 
+def plot_lengths(lengths: list[int], max_length: int, path: str | os.PathLike) -> None:
+    """Histogram of the lengths of training samples, and where they are cut.
+
+    Args:
+        lengths: in tokens.
+        max_length: of training; shown where a sample is longer.
+        path: the PNG file to write.
+    """
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.hist(lengths, bins=min(40, max(lengths)), color="C0")
+    if max(lengths) > max_length:
+        axes.axvline(max_length, color="black", linewidth=0.8, linestyle="--", label=f"cut at {max_length}")
+        axes.legend(fontsize=8)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("samples")
+    axes.set_title(f"{len(lengths):,} samples, median {sorted(lengths)[len(lengths) // 2]} tokens", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, format="png")
+
+
 def plot_throughput(profile: ThroughputProfile, path: str | os.PathLike) -> None:
     """A measured profile: milliseconds over the rows of a forward, and the speed-up that follows for each acceptance.
 

@@ -1,8 +1,9 @@
 """Training: arguments, data, the fused objective, and the trainer."""
 
 from .arguments import DSparkModelArguments, DSparkTrainingArguments
-from .data import DSparkCollator, DSparkDataset, encode_conversation
+from .data import DSparkCollator, DSparkDataset
 from .initialization import initialize_draft
+from .masks import encode_conversation
 from .objective import dspark_objective, sample_anchors, slot_mask, slot_weights
 from .trainer import DSparkTrainer
 

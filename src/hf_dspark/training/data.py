@@ -1,4 +1,4 @@
-"""Training data: conversations → token ids with a mask over the assistant's own text, and anchors per sample."""
+"""Training data: records, the encoded samples with their anchors, and batches of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import DSparkDataError, DSparkDependencyError
+from .masks import Sample, encode_conversation
 from .objective import sample_anchors, slot_mask, slot_weights
 
 FORMATS_HELP = '{"messages": [{"role": …, "content": …}, …]} or {"prompt": …, "response": …}'
@@ -109,74 +109,6 @@ def to_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     raise DSparkDataError(f"A record has the fields {sorted(record)}; it must be {FORMATS_HELP}.")
 
 
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], finished: bool = True
-) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation under the tokenizer's chat template, and the loss mask over assistant text.
-
-    A template with `{% generation %}` markers is believed. Otherwise the conversation is rendered up to each assistant
-    turn, with the generation prompt, and with the turn: the difference is what the model itself writes there, up to
-    and including its end-of-turn token.
-
-    Args:
-        tokenizer: a fast tokenizer with a chat template.
-        messages: the turns.
-        finished: `False` when the last answer was cut at a length limit: its end-of-turn was never written, so the
-            sequence ends with the answer's text.
-
-    Returns:
-        Ids and mask, of equal length.
-
-    Raises:
-        DSparkDataError: there is no chat template, or it rewrites earlier turns so that turns cannot be located.
-    """
-    if not tokenizer.chat_template:
-        raise DSparkDataError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template. Set `tokenizer.chat_template`, or use "
-            "the tokenizer of the instruction-tuned target."
-        )
-    if "{% generation %}" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
-        rendered = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        ids, mask = list(rendered["input_ids"]), list(rendered["assistant_masks"])
-        return _cut_unfinished(ids, mask, tokenizer) if not finished else (ids, mask)
-
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans: list[tuple[int, int]] = []
-    for i, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-        upto = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-        if not text.startswith(before) or not text.startswith(upto.rstrip()):
-            raise DSparkDataError(
-                "The chat template rewrites earlier turns or inserts text before an answer (message "
-                f"{i}), so the answer cannot be located. Mark it in the template with {{% generation %}}."
-            )
-        spans.append((len(before), len(upto.rstrip())))
-    if not finished and spans:
-        start, end = spans[-1]
-        content = messages[-1].get("content")
-        if not isinstance(content, str):
-            raise DSparkDataError(f"An unfinished answer must be text, but its content is a {type(content).__name__}.")
-        content = content.rstrip()
-        found = text.rfind(content, start, end)
-        end = found + len(content) if found >= 0 else end
-        text, spans[-1] = text[:end], (start, end)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [int(any(start <= a and b <= end and b > a for start, end in spans)) for a, b in encoded["offset_mapping"]]
-    return list(encoded["input_ids"]), mask
-
-
-def _cut_unfinished(ids: list[int], mask: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Drops what follows the last supervised text of a cut answer: its end-of-turn token and the template's tail."""
-    end = max((i for i, kept in enumerate(mask) if kept), default=-1) + 1
-    while end > 0 and ids[end - 1] in tokenizer.all_special_ids:
-        end -= 1
-    return ids[:end], mask[:end]
-
-
 class DSparkDataset(Dataset):
     """Encoded samples; each item also carries its anchors, a function of (seed, epoch, sample id) and nothing else.
 
@@ -209,27 +141,31 @@ class DSparkDataset(Dataset):
         seed: int,
         vocab_size: int,
     ) -> DSparkDataset:
-        """Encodes records, cut at `max_length` tokens; samples with no anchor are left out and counted in `.skipped`.
+        """Encodes records; each sample is cut at `max_length` tokens, and left out when no anchor is in it.
+
+        `.skipped` counts the records of which nothing is left.
 
         Raises:
             DSparkDataError: an id is not below the target's `vocab_size`, or nothing at all is supervised.
         """
         samples, skipped = [], 0
-        for ids, mask in _encode_all(records, tokenizer):
-            ids, mask = ids[:max_length], mask[:max_length]
-            if max(ids, default=0) >= vocab_size:
-                raise DSparkDataError(
-                    f"The tokenizer gives id {max(ids)}, but the target has vocab_size {vocab_size}: they do not "
-                    "belong together. Use the target's own tokenizer."
-                )
-            pair = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
-            if not (pair[1][:-1] & pair[1][1:]).any():
-                skipped += 1
-                continue
-            samples.append(pair)
+        for _, encoded in encode_records(records, tokenizer):
+            kept = 0
+            for ids, mask in encoded:
+                ids, mask = ids[:max_length], mask[:max_length]
+                if max(ids, default=0) >= vocab_size:
+                    raise DSparkDataError(
+                        f"The tokenizer gives id {max(ids)}, but the target has vocab_size {vocab_size}: they do not "
+                        "belong together. Use the target's own tokenizer."
+                    )
+                pair = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
+                if has_anchor(pair[1]):
+                    samples.append(pair)
+                    kept += 1
+            skipped += not kept
         if not samples:
             raise DSparkDataError(
-                f"Nothing to supervise: none of {skipped} samples has two neighbouring tokens of assistant text within "
+                f"Nothing to supervise: none of {skipped} records has two neighbouring tokens of assistant text within "
                 f"max_length={max_length}. Check that the data has assistant turns, and the chat template."
             )
         dataset = cls(samples, num_anchors, seed)
@@ -259,14 +195,33 @@ class DSparkDataset(Dataset):
         return counts
 
 
-def _encode_all(
+def encode_records(
     records: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[list[int], list[int]]]:
+) -> Iterator[tuple[dict[str, Any], list[Sample]]]:
+    """Each record with its samples (see `encode_conversation`).
+
+    A record may hold `finished`, `tools` (a list of functions as JSON schema) and `chat_template_kwargs` (a dict).
+
+    Raises:
+        DSparkDataError: a record cannot be encoded; the message has its number, from 0.
+    """
     for number, record in enumerate(records):
         try:
-            yield encode_conversation(tokenizer, to_messages(record), finished=record.get("finished", True))
-        except (DSparkDataError, TemplateError) as error:  # a template may refuse the order of roles, for one
+            samples = encode_conversation(
+                tokenizer,
+                to_messages(record),
+                finished=record.get("finished") is not False,  # `datasets` gives None where a record has no such field
+                tools=record.get("tools"),
+                template_kwargs=record.get("chat_template_kwargs"),
+            )
+        except DSparkDataError as error:
             raise DSparkDataError(f"Record {number}: {error}") from error
+        yield record, samples
+
+
+def has_anchor(mask: np.ndarray) -> bool:
+    """Whether an integer mask [T] has two neighbouring tokens that are supervised: an anchor and its first label."""
+    return bool((mask[:-1] & mask[1:]).any())
 
 
 def most_frequent_ids(dataset: DSparkDataset, vocab_size: int, count: int) -> torch.Tensor:
