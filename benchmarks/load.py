@@ -70,6 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="how long requests keep coming; default: 5")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-draft", action="store_true", help="the engine alone, for comparison")
     parser.add_argument("--json", metavar="FILE", help="write the counts there")
     args = parser.parse_args()
 
@@ -115,8 +116,9 @@ def main() -> int:
             if result.error is not None or result.generated_tokens != texts[index][1][:length]:
                 problems.append(f"{result.request_id}: {result.error or 'another text'}")
 
+    more = {} if args.no_draft else {"assistant_model": draft}
     with target.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=engine, assistant_model=draft, block=True, timeout=20
+        generation_config=config, continuous_batching_config=engine, block=True, timeout=20, **more
     ) as manager:
         until = time.monotonic() + 60 * args.minutes
         while time.monotonic() < until:
@@ -148,7 +150,7 @@ def main() -> int:
         until = time.monotonic() + 120
         while waiting and time.monotonic() < until:
             take(manager, 0.2)
-        processor, stats = manager.batch_processor, manager.draft_stats
+        processor = manager.batch_processor
         while processor.has_pending_requests() and time.monotonic() < until:
             time.sleep(0.05)
         processor._propose()  # as before the next step: what is gone is forgotten

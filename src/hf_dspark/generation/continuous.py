@@ -121,6 +121,7 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
     # ------------------------------------------------------------------------------------------------------------
     # Before a step: proposals
     # ------------------------------------------------------------------------------------------------------------
+    @torch.no_grad()  # the engine's thread has none of its own
     def prepare_next_batch(self) -> bool:
         """Drafts for the decoding requests, then lets the host schedule the step."""
         started = perf_counter()
@@ -257,6 +258,7 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
                 decoding,
             )  # fmt: skip
 
+    @torch.no_grad()
     def update_batch(self) -> None:
         """The host's: the last token of each request, ends, deliveries, forks."""
         super().update_batch()
