@@ -58,6 +58,8 @@ WRONG = [
     ("confidence_temperatures", {"sample": [1.0] * 6 + [float("nan")]}, "positive finite numbers"),
     ("confidence_temperatures", {"sample": ["1.0"] * 7}, "positive finite numbers"),
     ("confidence_temperatures", {"sample": 1.0}, "positive finite numbers"),
+    ("confidence_shifts", {"sample": [0.0] * 6}, "7 finite numbers"),
+    ("confidence_shifts", {"sample": [-1.0] * 6 + [float("nan")]}, "finite numbers"),
     ("confidence_temperatures", {"hot": [1.0] * 7}, "'greedy' and 'sample'"),
     ("confidence_calibration", {"hot": {}}, "'greedy' and 'sample'"),
     ("confidence_calibration", {"greedy": 2000}, "each a dict"),

@@ -198,8 +198,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             type(p) not in ROW_WISE_PROCESSORS or type(p) is host_processors.SuppressTokensLogitsProcessor
             for p in self.processors
         )
+        mode = "sample" if self.do_sample else "greedy"
         temperatures = draft.config.confidence_temperatures or {}
-        self.temperatures = temperatures.get("sample" if self.do_sample else "greedy")
+        self.temperatures = temperatures.get(mode)
+        self.shifts = (draft.config.confidence_shifts or {}).get(mode)
         # On a CPU a confidence can be read at once, and what is dropped is not drafted. Elsewhere reading would wait
         # for the device at every step: all is drafted, and cut by the same rule.
         self.reads_at_once = draft.device.type == "cpu"
@@ -366,6 +368,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """c_k."""
         if self.temperatures is not None:
             logit /= self.temperatures[k]
+        if self.shifts is not None:
+            logit += self.shifts[k]
         return 0.5 * (1 + math.tanh(0.5 * logit))  # the logistic function, in a form that cannot overflow
 
     def _stop(self, logit: float, k: int, plan: RoundPlan) -> str | None:

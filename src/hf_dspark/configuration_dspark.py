@@ -53,6 +53,7 @@ class DSparkConfig(PreTrainedConfig):
         confidence_head_with_markov (`bool`): Whether that head also reads the Markov embedding of the previous token.
         confidence_temperatures (`dict`, *optional*): Calibrated temperatures, `{"greedy": [...], "sample": [...]}`, one
             per draft position; they divide the confidence logits. `hf-dspark calibrate` writes them.
+        confidence_shifts (`dict`, *optional*): In the same form, what is then added; modes without one have none.
         confidence_calibration (`dict`, *optional*): What they were fitted on, a dict per mode: blocks, data, target,
             sampling temperature, ECE before and after, date.
         draft_vocab_size (`int`, *optional*): Width of the draft's own output vocabulary. Below `vocab_size`, the draft
@@ -99,6 +100,7 @@ class DSparkConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = _DERIVED
     confidence_temperatures: dict | None = None
+    confidence_shifts: dict | None = None
     confidence_calibration: dict | None = None
     draft_vocab_size: int = _DERIVED
     final_logit_softcapping: float | None = None
@@ -214,14 +216,18 @@ class DSparkConfig(PreTrainedConfig):
                 refuse("attention_k_eq_v", "False with backbone 'qwen3'")
 
     def _check_calibration(self, refuse: Callable[[str, str], None]) -> None:
-        def is_row(row: Any) -> bool:
-            return isinstance(row, (list, tuple)) and len(row) == self.num_draft_tokens and all(map(is_good, row))
+        def is_number(t: Any) -> bool:
+            return isinstance(t, (int, float)) and not isinstance(t, bool) and math.isfinite(t)
 
-        def is_good(t: Any) -> bool:
-            return isinstance(t, (int, float)) and not isinstance(t, bool) and t > 0 and math.isfinite(t)
+        def is_row(row: Any) -> bool:
+            return isinstance(row, (list, tuple)) and len(row) == self.num_draft_tokens and all(map(is_number, row))
+
+        def is_positive_row(row: Any) -> bool:
+            return is_row(row) and all(t > 0 for t in row)
 
         for name, is_value, allowed in (
-            ("confidence_temperatures", is_row, f"a list of {self.num_draft_tokens} positive finite numbers"),
+            ("confidence_temperatures", is_positive_row, f"a list of {self.num_draft_tokens} positive finite numbers"),
+            ("confidence_shifts", is_row, f"a list of {self.num_draft_tokens} finite numbers"),
             ("confidence_calibration", lambda value: isinstance(value, dict), "a dict"),
         ):
             modes = getattr(self, name)

@@ -89,9 +89,10 @@ def test_calibrate_writes_tables_json_pictures_and_temperatures(own_pair, config
     assert list(after) == sorted(
         [*before, "confidence_calibration"] if "confidence_calibration" not in before else before
     )
-    new = {"confidence_temperatures", "confidence_calibration"}
+    new = {"confidence_temperatures", "confidence_shifts", "confidence_calibration"}
     assert {k: v for k, v in after.items() if k not in new} == {k: v for k, v in before.items() if k not in new}
     assert after["confidence_temperatures"] == {name: m["temperatures"] for name, m in values["modes"].items()}
+    assert after["confidence_shifts"] == {name: m["shifts"] for name, m in values["modes"].items()}
     record = after["confidence_calibration"]["sample"]
     assert record["blocks"] == 2100 and record["held_out_blocks"] == 4200 and record["temperature"] == 1.0
     assert record["prompts"] == 1 and record["data"] == ["prompts.jsonl"] and record["target"] == target
@@ -265,9 +266,15 @@ def test_a_draft_without_a_confidence_head_is_one_line(tmp_path, prompts, capsys
 
 
 def test_a_config_that_values_do_not_fit_stays_as_it_is(own_pair, config):
-    from hf_dspark.cli.calibrate import write_temperatures
+    from hf_dspark.cli.calibrate import write_calibrations
+    from hf_dspark.evaluation.calibration import Calibration
 
     text = config.read_text()
-    with pytest.raises(DSparkConfigError, match="4 positive finite numbers"):
-        write_temperatures(config, {"greedy": [1.0] * 3}, {"greedy": {}})
+    for temperatures, shifts, message in (
+        ([1.0] * 3, [0.0] * 4, "4 positive finite numbers"),
+        ([1.0] * 4, [0.0] * 3, "4 finite numbers"),
+    ):
+        fitted = Calibration("greedy", temperatures, shifts, 1, 0, 1, 0, [])
+        with pytest.raises(DSparkConfigError, match=message):
+            write_calibrations(config, {"greedy": fitted}, {"greedy": {}})
     assert config.read_text() == text and not list(config.parent.glob("*.tmp"))

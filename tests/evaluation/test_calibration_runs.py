@@ -274,7 +274,7 @@ def test_auroc_of_c_looks_at_blocks_that_got_there():
     # Draft 2 is accepted wherever its logit is positive; blocks that failed at draft 1 would blur that.
     logits = np.array([[0.0, 1.0], [0.0, -1.0], [0.0, 2.0], [0.0, 3.0]] * 5)
     accepted = np.array([2, 1, 2, 0] * 5)
-    _, second = assess(logits, accepted, [1.0, 1.0])
+    _, second = assess(logits, accepted, [1.0, 1.0], [0.0, 0.0])
     assert second.reached == 15 and second.before.auroc == 1.0
     assert second.before.survival_auroc < 1.0
 

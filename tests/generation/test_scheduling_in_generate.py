@@ -195,6 +195,23 @@ def test_temperatures_go_by_the_mode(llama, no_pause):
     assert draft.last_stats.calibrated is False and "hf-dspark calibrate" in str(draft.last_stats)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_shifts_go_by_the_mode(llama, no_pause, rows):
+    """After the temperature; for one row and for several."""
+    draft = scheduled(llama)
+    draft.record_confidence = True
+    temperatures, shifts = [2.0, 1.0, 0.5, 1.0, 4.0], [-0.5, 0.2, 0.0, -1.0, 0.3]
+    draft.config.confidence_temperatures = {"greedy": temperatures}
+    draft.config.confidence_shifts = {"greedy": shifts, "sample": [9.0] * 5}
+    llama.generate(PROMPT.repeat(rows, 1), assistant_model=draft, **GREEDY)
+    stats = draft.last_stats if rows == 1 else draft.last_stats.rows[1]
+    assert any(stats.confidence_logits)
+    for logits, confidences in zip(stats.confidence_logits, stats.confidences):
+        count = len(logits)
+        expected = torch.tensor(logits) / torch.tensor(temperatures[:count]) + torch.tensor(shifts[:count])
+        torch.testing.assert_close(torch.tensor(confidences), expected.sigmoid(), atol=1e-5, rtol=1e-5)
+
+
 def test_confidences_are_recorded_on_request_only(llama):
     draft = tiny_draft(llama)
     llama.generate(PROMPT, assistant_model=draft, **GREEDY)

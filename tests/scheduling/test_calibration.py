@@ -56,6 +56,29 @@ def test_over_confident_blocks_are_calibrated_on_blocks_not_used_for_fitting():
     assert (before > 0.05).all() and (after < 0.015).all(), (before, after)
 
 
+def test_known_shifts_are_recovered():
+    """A head that is too sure everywhere: logits are 0.6 too high before they are scaled."""
+    logits, accepted, proposed = synthetic(20000)
+    scaling = SequentialTemperatureScaling(shift=True)
+    shifted = logits + 0.6 * np.array(TRUE)
+    temperatures = scaling.fit(shifted, accepted, proposed)
+    assert np.allclose(np.log(temperatures), np.log(TRUE), atol=0.15), temperatures
+    assert np.allclose(scaling.shifts, -0.6, atol=0.12), scaling.shifts
+    calibrated = scaling.apply(shifted, temperatures, scaling.shifts)
+    assert (ece_by_position(calibrated, accepted) < 0.01).all()
+    # Temperatures alone cannot: they draw towards one half, and this head must be drawn down.
+    alone = SequentialTemperatureScaling()
+    scaled = alone.apply(shifted, alone.fit(shifted, accepted, proposed))
+    assert alone.shifts == [0.0] * 4 and ece_by_position(scaled, accepted)[0] > 0.02
+
+
+def test_a_shift_stays_finite_where_every_draft_fails():
+    logits, _, proposed = synthetic(3000)
+    scaling = SequentialTemperatureScaling(shift=True)
+    scaling.fit(logits, np.zeros(3000, dtype=int), proposed)
+    assert np.isfinite(scaling.shifts).all() and min(scaling.shifts) < -3
+
+
 def test_each_position_is_fitted_on_the_product_not_alone():
     # Acceptance of the second draft depends on the first one's logit too. Alone, draft 2 given draft 1 has T = 1; the
     # product is only calibrated with another one.

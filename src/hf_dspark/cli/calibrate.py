@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="0 (greedy), one above 0, or both; default: 0 1 (with --sweep: 0)",
     )
+    parser.add_argument("--no-shift", action="store_true", help="fit temperatures alone, as the paper does")
     parser.add_argument("--seed", type=int, default=0, help="of the split and of sampling; default: 0")
     parser.add_argument("--dry-run", action="store_true", help="measure, but leave the draft's folder as it is")
     parser.add_argument(
@@ -168,7 +169,7 @@ def _calibrate(
         mode = DECODING_MODES[t > 0]
         by_side = {side: [r for r in results if (r.temperature, r.side) == (t, side)] for side in sides}
         fit, held_out = (stack(part, draft.config.num_draft_tokens) for part in by_side.values())
-        calibrations[mode] = calibrate_blocks(mode, fit, held_out)
+        calibrations[mode] = calibrate_blocks(mode, fit, held_out, shift=not args.no_shift)
         records[mode] = {
             "temperature": t,
             **_record(calibrations[mode], *by_side.values()),
@@ -206,9 +207,9 @@ def _calibrate(
         from ..evaluation.calibration_plots import write_reliability
 
         write_reliability(list(calibrations.values()), args.plots)
-    good = {mode: calibration.temperatures for mode, calibration in calibrations.items() if not calibration.is_worse}
+    good = {mode: calibration for mode, calibration in calibrations.items() if not calibration.is_worse}
     if config_file is not None and good:
-        write_temperatures(config_file, good, {mode: records[mode] for mode in good})
+        write_calibrations(config_file, good, {mode: records[mode] for mode in good})
         console.print(f"Written into {config_file}: {', '.join(good)}.", highlight=False, soft_wrap=True)
     failures = [
         f"{result.prompt_set} prompt {result.index}: drafting failed ({result.failure})."
@@ -330,15 +331,13 @@ def _read_config(file: Path) -> dict[str, Any]:
     return values
 
 
-def write_temperatures(
-    file: Path, temperatures: dict[str, list[float]], calibration: dict[str, dict[str, Any]]
-) -> None:
-    """Sets the modes' temperatures and what they were fitted on in a config.json; all else in it stays.
+def write_calibrations(file: Path, calibrations: dict[str, Calibration], records: dict[str, dict[str, Any]]) -> None:
+    """Sets the modes' temperatures, shifts and what they were fitted on in a config.json; all else in it stays.
 
     Args:
         file: the config.json of a draft's folder.
-        temperatures: per mode γ floats.
-        calibration: per mode, JSON-ready.
+        calibrations: per mode.
+        records: per mode, JSON-ready.
 
     Raises:
         DSparkConfigError: the values do not fit the configuration; the file is as it was.
@@ -347,7 +346,12 @@ def write_temperatures(
 
     values = _read_config(file)
     was_sorted = list(values) == sorted(values)
-    for key, modes in (("confidence_temperatures", temperatures), ("confidence_calibration", calibration)):
+    new: dict[str, dict[str, Any]] = {
+        "confidence_temperatures": {mode: calibration.temperatures for mode, calibration in calibrations.items()},
+        "confidence_shifts": {mode: calibration.shifts for mode, calibration in calibrations.items()},
+        "confidence_calibration": records,
+    }
+    for key, modes in new.items():
         values[key] = {**(values.get(key) or {}), **modes}
     DSparkConfig.from_dict(dict(values))
     write_json(file, dict(sorted(values.items())) if was_sorted else values, indent=2)
@@ -371,6 +375,7 @@ def _sweep(
         "draft": args.draft,
         "draft_fingerprint": fingerprint(draft),
         "confidence_temperatures": draft.config.confidence_temperatures,
+        "confidence_shifts": draft.config.confidence_shifts,
         "data": describe_data(files, prompt_sets),
         "temperatures": temperatures,
         "max_new_tokens": args.max_new_tokens,

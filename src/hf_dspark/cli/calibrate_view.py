@@ -69,7 +69,7 @@ def calibration_tables(calibration: Calibration) -> list[Table]:
     dropped = calibration.fit_dropped + calibration.held_out_dropped
     errors = _table(
         f"{calibration.mode}: calibration, {counts}, {dropped} left out",
-        *("T", "accepted\n≥ k, %"),
+        *("T", "s", "accepted\n≥ k, %"),
         *("ECE before, %\n(95 % interval)", "ECE after, %\n(95 % interval)", "noise\nfloor, %"),
     )
     ranking = _table(
@@ -80,6 +80,7 @@ def calibration_tables(calibration: Calibration) -> list[Table]:
         errors.add_row(
             str(p.position),
             f"{p.temperature:.2f}",
+            f"{p.shift:.2f}",
             f"{100 * p.survival:.1f}",
             _ece(p.before),
             _ece(p.after),

@@ -173,7 +173,8 @@ def build_draft(model_args: DSparkModelArguments, target: Any, train_dataset: An
         refuse_missing_folder(model_args.draft)
         draft = DSparkDraftModel.from_pretrained(model_args.draft, target=target, dtype=torch.float32)
         # What training changes was fitted on the model as it was.
-        draft.config.confidence_temperatures = draft.config.confidence_calibration = None
+        draft.config.confidence_temperatures = draft.config.confidence_shifts = None
+        draft.config.confidence_calibration = None
     else:
         names = (
             *("num_hidden_layers", "target_layer_ids", "block_size", "intermediate_size", "markov_rank"),

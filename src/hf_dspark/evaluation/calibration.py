@@ -63,12 +63,14 @@ class Position:
     Attributes:
         position: k, from 1.
         temperature: T_k.
+        shift: s_k.
         reached: blocks whose first k-1 drafts were accepted.
         survival: the share of all blocks that accepted k drafts or more.
     """
 
     position: int
     temperature: float
+    shift: float
     reached: int
     survival: float
     before: Quality
@@ -81,7 +83,7 @@ class Calibration:
 
     Attributes:
         mode: `"greedy"` or `"sample"`.
-        temperatures: γ floats.
+        temperatures, shifts: γ floats each.
         fit_blocks, fit_dropped: full blocks that were fitted on, and blocks left out.
         held_out_blocks, held_out_dropped: full blocks that `positions` speak of, and blocks left out.
         positions: per draft position.
@@ -89,6 +91,7 @@ class Calibration:
 
     mode: str
     temperatures: list[float]
+    shifts: list[float]
     fit_blocks: int
     fit_dropped: int
     held_out_blocks: int
@@ -107,18 +110,21 @@ class Calibration:
         return asdict(self)
 
 
-def calibrate_blocks(mode: str, fit: Blocks, held_out: Blocks, minimum_blocks: int = MINIMUM_BLOCKS) -> Calibration:
-    """Fits temperatures on some blocks and measures them on others.
+def calibrate_blocks(
+    mode: str, fit: Blocks, held_out: Blocks, minimum_blocks: int = MINIMUM_BLOCKS, shift: bool = True
+) -> Calibration:
+    """Fits temperatures, and shifts, on some blocks and measures them on others.
 
     Args:
         mode: what kind of blocks they are, for the record and for messages.
         fit, held_out: confidence logits [N, γ], accepted [N], proposed [N].
         minimum_blocks: the fewest full blocks to fit on.
+        shift: see `SequentialTemperatureScaling`.
 
     Raises:
         DSparkDataError: too few full blocks on either side.
     """
-    scaling = SequentialTemperatureScaling(minimum_blocks)
+    scaling = SequentialTemperatureScaling(minimum_blocks, shift)
     try:
         temperatures = [round(t, 4) for t in scaling.fit(*fit)]
     except DSparkDataError as error:
@@ -127,22 +133,26 @@ def calibrate_blocks(mode: str, fit: Blocks, held_out: Blocks, minimum_blocks: i
     known = (proposed == logits.shape[1]) & ~np.isnan(logits).any(axis=1)
     if not known.any():
         raise DSparkDataError(f"{mode}: not one held-out block is full. Hold out more prompts.")
-    positions = assess(logits[known], accepted[known], temperatures)
+    shifts = [round(shift, 4) for shift in scaling.shifts]
+    positions = assess(logits[known], accepted[known], temperatures, shifts)
     count = int(known.sum())
-    return Calibration(mode, temperatures, scaling.used, scaling.dropped, count, len(known) - count, positions)
+    return Calibration(mode, temperatures, shifts, scaling.used, scaling.dropped, count, len(known) - count, positions)
 
 
-def assess(confidence_logits: np.ndarray, accepted: np.ndarray, temperatures: list[float]) -> list[Position]:
+def assess(
+    confidence_logits: np.ndarray, accepted: np.ndarray, temperatures: list[float], shifts: list[float]
+) -> list[Position]:
     """Every position before and after calibration, on full blocks.
 
     Args:
         confidence_logits: [N, γ], without NaN.
         accepted: int [N].
-        temperatures: γ positive floats.
+        temperatures, shifts: γ floats each, the temperatures positive.
     """
     depth = len(temperatures)
     events = accepted[:, None] > np.arange(depth)  # [N, γ]
-    c = [SequentialTemperatureScaling.apply(confidence_logits, t) for t in (np.ones(depth), temperatures)]
+    apply = SequentialTemperatureScaling.apply
+    c = [apply(confidence_logits, np.ones(depth)), apply(confidence_logits, temperatures, shifts)]
     a = [survivals(confidences) for confidences in c]
     # Both in one go: on the same resamples.
     intervals = bootstrap_ece(np.concatenate(a, axis=1), np.concatenate([events, events], axis=1))  # [2, 2γ]
@@ -161,7 +171,13 @@ def assess(confidence_logits: np.ndarray, accepted: np.ndarray, temperatures: li
 
     return [
         Position(
-            k + 1, temperatures[k], int((accepted >= k).sum()), events[:, k].mean().item(), quality(0, k), quality(1, k)
+            k + 1,
+            temperatures[k],
+            shifts[k],
+            int((accepted >= k).sum()),
+            events[:, k].mean().item(),
+            quality(0, k),
+            quality(1, k),
         )
         for k in range(depth)
     ]

@@ -221,4 +221,6 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
         """Confidence logits [D, depth] → c_k."""
         if self.temperatures is not None:
             logits = logits / torch.tensor(self.temperatures[: logits.shape[1]], dtype=logits.dtype)
+        if self.shifts is not None:
+            logits = logits + torch.tensor(self.shifts[: logits.shape[1]], dtype=logits.dtype)
         return logits.sigmoid()

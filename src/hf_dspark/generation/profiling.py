@@ -394,7 +394,8 @@ def _model_facts(model: Any) -> dict[str, Any]:
 # Fields without an influence on a time, which differ between copies of a model, or change in a draft's life.
 _IDLE_FIELDS = {
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"),
-    *("confidence_temperatures", "target_model_name_or_path", "target_revision", "training_max_length"),
+    *("confidence_temperatures", "confidence_shifts", "target_model_name_or_path", "target_revision"),
+    "training_max_length",
 }
 _fingerprints: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 

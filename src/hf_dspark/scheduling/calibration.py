@@ -22,6 +22,7 @@ _LOWEST, _HIGHEST = 0.1, 10.0
 _COARSE_POINTS = 81  # odd, so that 1 is among them
 _FINE_POINTS = 21
 _NEAR = 0.5  # of the noise floor
+_FARTHEST, _HALVINGS = 6.0, 30  # of a shift: a head that is off by more says nothing
 
 
 def survivals(confidences: np.ndarray) -> np.ndarray:
@@ -49,7 +50,7 @@ def noise_floor(probabilities: np.ndarray) -> float:
 
 
 class SequentialTemperatureScaling:
-    """Fits one temperature per draft position, left to right; c_k = σ(logit_k / T_k).
+    """Fits one temperature per draft position, left to right; c_k = σ(logit_k / T_k + s_k), s_k = 0 without `shift`.
 
     For position k it searches a grid from 0.1 to 10 (log-spaced, then finer around the best) for the temperature with
     the lowest ECE of a_k against the event "at least k drafts accepted", those of the earlier positions being fixed.
@@ -60,20 +61,30 @@ class SequentialTemperatureScaling:
     most half the noise floor count as equally good, and the likelihood decides among them (a proper score, smooth,
     with one minimum), times a weak log-normal prior of unit width around 1: where the data say nothing, T = 1.
 
-    A positive factor keeps the order of c_k, so its AUROC stays as it was.
+    A positive factor keeps the order of c_k, so its AUROC stays as it was; so does adding a number.
+
+    The paper has temperatures alone. A temperature draws every c_k towards one half, so it cannot mend a head that is a
+    little too sure everywhere, as on prompts of another kind than its training text. With `shift` each temperature of
+    the search comes with the s_k that makes the mean of a_k right, and the rest is as above.
 
     Attributes:
+        shifts: s_k of the last `fit`, γ floats.
         used: blocks that the last `fit` used.
         dropped: blocks that it left out: cut short (by a length limit, an end of text, a threshold, the scheduler), or
             with a NaN logit.
         dropped_nan: of these, the full blocks with a NaN logit; many of them mean that the draft overflows.
     """
 
-    def __init__(self, minimum_blocks: int = MINIMUM_BLOCKS):
-        """`minimum_blocks`: with fewer full blocks `fit` refuses; chance would decide."""
+    def __init__(self, minimum_blocks: int = MINIMUM_BLOCKS, shift: bool = False):
+        """
+        Args:
+            minimum_blocks: with fewer full blocks `fit` refuses; chance would decide.
+            shift: whether to fit s_k, too.
+        """
         if minimum_blocks < 1:
             raise DSparkConfigError(f"minimum_blocks is {minimum_blocks}, but must be at least 1.")
-        self.minimum_blocks = minimum_blocks
+        self.minimum_blocks, self.shift = minimum_blocks, shift
+        self.shifts: list[float] = []
         self.used = self.dropped = self.dropped_nan = 0
 
     def fit(self, confidence_logits: Any, accepted: Any, proposed: Any) -> list[float]:
@@ -116,37 +127,62 @@ class SequentialTemperatureScaling:
             )
         logits, accepted = logits[known], accepted[known]
         survival = np.ones(len(logits))
-        temperatures = []
+        temperatures: list[float] = []
+        self.shifts = []
         for k in range(positions):
-            temperatures.append(_best_temperature(logits[:, k], survival, accepted > k))
-            survival = survival * _sigmoid(logits[:, k] / temperatures[-1])
+            temperature, shift = self._fit_position(logits[:, k], survival, accepted > k)
+            temperatures.append(temperature)
+            self.shifts.append(shift)
+            survival = survival * _sigmoid(logits[:, k] / temperature + shift)
         return temperatures
 
     @staticmethod
-    def apply(confidence_logits: Any, temperatures: Any) -> np.ndarray:
-        """c [N, γ] = σ(logit / T), float64.
+    def apply(confidence_logits: Any, temperatures: Any, shifts: Any = 0.0) -> np.ndarray:
+        """c [N, γ] = σ(logit / T + s), float64.
 
         Args:
             confidence_logits: [N, γ].
             temperatures: γ positive numbers; ones give the confidences as the head has them.
+            shifts: γ numbers; 0 for none.
         """
-        return _sigmoid(_array(confidence_logits, np.float64) / _array(temperatures, np.float64))
+        scaled = _array(confidence_logits, np.float64) / _array(temperatures, np.float64)
+        return _sigmoid(scaled + _array(shifts, np.float64))
+
+    def _fit_position(self, logits: np.ndarray, survival: np.ndarray, events: np.ndarray) -> tuple[float, float]:
+        """T and s of one position; `survival` [N] is a_{k-1}, `events` bool [N] whether ≥ k were accepted."""
+
+        def shift_for(temperature: float) -> float:
+            return _shift(logits / temperature, survival, events) if self.shift else 0.0
+
+        def scores_of(temperatures: np.ndarray) -> np.ndarray:
+            return np.array([_scores(t, shift_for(t), logits, survival, events) for t in temperatures])
+
+        grid = np.geomspace(_LOWEST, _HIGHEST, _COARSE_POINTS)
+        scores = scores_of(grid)
+        best = _choose(grid, scores)
+        around = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)], _FINE_POINTS)
+        scores, grid = np.concatenate([scores, scores_of(around)]), np.concatenate([grid, around])
+        temperature = float(grid[_choose(grid, scores)])
+        return temperature, shift_for(temperature)
 
 
-def _best_temperature(logits: np.ndarray, survival: np.ndarray, events: np.ndarray) -> float:
-    """The temperature of one position; `survival` [N] is a_{k-1}, `events` bool [N] whether ≥ k were accepted."""
-    grid = np.geomspace(_LOWEST, _HIGHEST, _COARSE_POINTS)
-    scores = np.array([_scores(t, logits, survival, events) for t in grid])
-    best = _choose(grid, scores)
-    around = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)], _FINE_POINTS)
-    scores = np.concatenate([scores, [_scores(t, logits, survival, events) for t in around]])
-    grid = np.concatenate([grid, around])
-    return float(grid[_choose(grid, scores)])
+def _shift(scaled: np.ndarray, survival: np.ndarray, events: np.ndarray) -> float:
+    """The s for which the mean of a_k is the share of `events`, by halving; within ±`_FARTHEST` where there is none."""
+    low, high, wanted = -_FARTHEST, _FARTHEST, events.mean()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if (survival * _sigmoid(scaled + middle)).mean() < wanted:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
-def _scores(temperature: float, logits: np.ndarray, survival: np.ndarray, events: np.ndarray) -> tuple[float, ...]:
+def _scores(
+    temperature: float, shift: float, logits: np.ndarray, survival: np.ndarray, events: np.ndarray
+) -> tuple[float, ...]:
     """ECE, its noise floor, and the negative log posterior."""
-    a = survival * _sigmoid(logits / temperature)
+    a = survival * _sigmoid(logits / temperature + shift)
     tiny = np.finfo(np.float64).tiny
     loss = -np.log(np.where(events, a, 1 - a).clip(min=tiny)).sum() + np.log(temperature) ** 2 / 2
     return expected_calibration_error(a, events), noise_floor(a), float(loss)
