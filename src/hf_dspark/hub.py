@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, get_token, hf_hub_download, is_offline_mode
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    HfApi,
+    get_token,
+    hf_hub_download,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -282,14 +291,18 @@ def _target_metadata(origin: _Origin, token: bool | str | None, offline: bool) -
     """Of the target's card, in its folder, in the cache or on the Hub; empty where there is none to be had."""
     file = origin.folder / CARD if origin.folder is not None else None
     if file is None or not file.is_file():
+        file = None
+        found: Any = None
         for revision in dict.fromkeys((origin.revision, None)):  # a snapshot without its card: any other will do
-            local = offline or is_offline_mode()
-            try:
-                found = hf_hub_download(origin.base_model, CARD, revision=revision, token=token, local_files_only=local)
+            if offline or is_offline_mode():
+                # `local_files_only` would do, but for a request with which the client finds out about itself.
+                found = try_to_load_from_cache(origin.base_model, CARD, revision=revision)
+            else:
+                with contextlib.suppress(*HUB_FAILURES):
+                    found = hf_hub_download(origin.base_model, CARD, revision=revision, token=token)
+            if isinstance(found, str):
                 file = Path(found)
                 break
-            except HUB_FAILURES:
-                file = None
     if file is None:
         return {}
     try:
