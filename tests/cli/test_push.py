@@ -8,16 +8,13 @@ import pytest
 from fake_hub import READ, fill_cache
 from safetensors.torch import load_file
 from tiny_pair import tiny_target, tiny_tokenizer
+from training_pair import TEMPLATE
 from yaml import safe_load
 
 from hf_dspark.cli import main
 from hf_dspark.demo_weights import shipped_draft
 
 TARGET = "org/target"
-TEMPLATE = (
-    "{% for m in messages %} w40{{ ' w41' if m['role'] == 'user' else ' w42' }} {{ m['content'] }} w43{% endfor %}"
-    "{% if add_generation_prompt %} w40 w42{% endif %}"
-)
 
 
 @pytest.fixture
