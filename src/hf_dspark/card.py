@@ -183,7 +183,7 @@ def generated_card(
         revision_argument="" if revision is None else f', revision="{revision}"',
         draft_tokens=config.num_draft_tokens,
         model_rows=_model_rows(config, weights),
-        training_heads=["", *(f"run {i}" for i in range(1, len(runs) + 1))] if len(runs) > 1 else ["", ""],
+        training_heads=["", *(f"run {i}" if len(runs) > 1 else "" for i in range(1, len(runs) + 1))],
         training_rows=_training_rows(runs),
         learning_curve_picture=curve_picture,
         curve=_curve(runs[-1].get("curve", [])) if runs else [],
@@ -208,12 +208,13 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 def _model_rows(config: DSparkConfig, weights: Weights) -> list[tuple[str, str]]:
     layout = "the anchor's slot predicts too" if config.sample_from_anchor else "the anchor's slot predicts nothing"
+    layers = "1 layer" if config.num_hidden_layers == 1 else f"{config.num_hidden_layers} layers"
     rows = [
         ("block size", f"{config.block_size} ({layout}): {config.num_draft_tokens} draft tokens a round"),
         ("tapped layers", f"{', '.join(map(str, config.target_layer_ids))} of {config.num_target_layers} (from 0)"),
         (
             "backbone",
-            f"{config.num_hidden_layers} layers ({config.backbone}), hidden size {config.hidden_size}, "
+            f"{layers} ({config.backbone}), hidden size {config.hidden_size}, "
             f"{config.num_attention_heads} heads, {config.num_draft_key_value_heads} key/value heads",
         ),
         (
