@@ -110,7 +110,7 @@ def answers(target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questi
     return records
 
 
-def make(folder: Path, target_steps: int = 400, draft_steps: int = 300) -> None:
+def make(folder: Path, target_steps: int = 300, draft_steps: int = 250) -> None:
     """Leaves `target`, `draft` and the prompts that were held out below `folder`."""
     set_seed(0)
     pairs = lessons()
@@ -133,8 +133,8 @@ def make(folder: Path, target_steps: int = 400, draft_steps: int = 300) -> None:
     draft.config.target_model_name_or_path = str(folder / "target")
     args = DSparkTrainingArguments(
         **{"output_dir": str(folder / "draft"), "max_steps": draft_steps, "per_device_train_batch_size": 16},
-        **{"num_anchors": 32, "learning_rate": 3e-3, "bf16": False, "use_cpu": True},
-        **{"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 100, "logging_steps": 100},
+        **{"num_anchors": 12, "learning_rate": 3e-3, "bf16": False, "use_cpu": True},
+        **{"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 50, "logging_steps": 50},
         **{"report_to": "none", "disable_tqdm": True},
     )
     train_dataset, eval_dataset = (
@@ -170,8 +170,8 @@ def make(folder: Path, target_steps: int = 400, draft_steps: int = 300) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/own"), help="default: runs/own")
-    parser.add_argument("--target-steps", type=int, default=400)
-    parser.add_argument("--draft-steps", type=int, default=300)
+    parser.add_argument("--target-steps", type=int, default=300)
+    parser.add_argument("--draft-steps", type=int, default=250)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     make(options.folder, options.target_steps, options.draft_steps)

@@ -32,7 +32,7 @@ def test_train_your_own(own):
     per_pass = float(printed.split("plain ones; ")[1].split(" ")[0])
     assert per_pass > 2  # it has learnt something
     (facts,) = json.loads((folder / "draft" / "training_facts.json").read_text())["runs"]
-    assert facts["steps"] == 300 and facts["data"]["names"] == ["answers of the target"]
+    assert facts["steps"] == 250 and facts["data"]["names"] == ["answers of the target"]
 
 
 def test_generate(own):
