@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from yaml import safe_load
 
 from hf_dspark import DSparkDraftModel
-from hf_dspark.card import BEGIN, END, TAGS, merge_card, parse_card
+from hf_dspark.card import BEGIN, END, TAGS, parse_card
 from hf_dspark.demo_weights import shipped_draft
 from hf_dspark.errors import DSparkCheckpointError, DSparkHubError
 from hf_dspark.evaluation.partial import fingerprint
@@ -409,7 +409,6 @@ def test_merging_twice_changes_nothing(folder):
     (folder / "README.md").write_text(once)
     assert prepare(folder, "me/draft", offline=True).card == once
     assert parse_card(once, "x").data.to_dict() == metadata(once)
-    assert callable(merge_card)
 
 
 # --------------------------------------------------------------------------------------------------------------------
