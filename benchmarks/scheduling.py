@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     quiet_libraries()
-    target, tokenizer = load_target(target_name(args, args.draft), args)
+    name, revision = target_name(args, args.draft)
+    target, tokenizer = load_target(name, args, revision=revision)
     args.tokenizer = tokenizer
     draft = load_draft(args.draft, target, args)
     prompts = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_hub import connected
+from huggingface_hub import constants
 from tiny_models import TARGETS
 
 
@@ -33,3 +35,16 @@ def target(request, targets):
 @pytest.fixture
 def llama(targets):
     return targets("llama")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """An empty Hub in memory, behind the real client; its cache is `tmp_path / "cache"`."""
+    with connected(monkeypatch, tmp_path) as fake:
+        yield fake
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Call it to cut the network as HF_HUB_OFFLINE=1 does."""
+    return lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

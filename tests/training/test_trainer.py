@@ -8,45 +8,14 @@ import math
 import pytest
 import torch
 from tiny_pair import tiny_draft, tiny_target, tiny_tokenizer
+from training_pair import TEMPLATE, arguments, records
 
 from hf_dspark import DSparkDraftModel
 from hf_dspark.backbones.attention import apply_rope
 from hf_dspark.errors import DSparkConfigError, DSparkDataError, DSparkTargetError
-from hf_dspark.training import DSparkTrainer, DSparkTrainingArguments, initialize_draft
+from hf_dspark.training import DSparkTrainer, initialize_draft
 from hf_dspark.training.objective import teacher_forward
 from hf_dspark.training.states import StateFolder
-
-TEMPLATE = (
-    "{% for m in messages %} w40{{ ' w41' if m['role'] == 'user' else ' w42' }} {{ m['content'] }} w43{% endfor %}"
-    "{% if add_generation_prompt %} w40 w42{% endif %}"
-)
-
-
-def records(count=12, length=14):
-    """Answers that count upwards: easy to learn."""
-    return [
-        {"prompt": f"w{i % 30 + 1}", "response": " ".join(f"w{(i + j) % 30 + 1}" for j in range(length))}
-        for i in range(count)
-    ]
-
-
-def arguments(folder, **changes) -> DSparkTrainingArguments:
-    settings = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        num_train_epochs=2,
-        num_anchors=6,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        check_data=False,  # to a random target, any text is unlikely
-        seed=3,
-    )
-    return DSparkTrainingArguments(**{**settings, **changes})
 
 
 def trainer_for(folder, draft=None, target=None, data=None, eval_data=None, **changes) -> DSparkTrainer:

@@ -13,6 +13,7 @@ from transformers.utils import cached_file
 
 from ..configuration_dspark import DSparkConfig
 from ..errors import DSparkCheckpointError
+from ..hub_errors import HUB_FAILURES, explain
 from . import deepspec, dspark
 from .foreign import name_foreign_layout
 
@@ -81,12 +82,11 @@ def _resolve(
     as absent, so one that must be there is asked for with `required`: then the error tells the two apart."""
     try:
         return cached_file(path_or_id, name, **hub_kwargs, _raise_exceptions_for_missing_entries=required)
-    except OSError as error:
-        raise DSparkCheckpointError(f"Cannot read {name} of {path_or_id}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+    except HUB_FAILURES as error:
+        reason = explain(error, os.fspath(path_or_id), hub_kwargs.get("revision"))
+        if reason is None:
+            reason = f"Cannot read {name} of {path_or_id}: {str(error).strip().splitlines()[0]}"
+        raise DSparkCheckpointError(reason) from error
 
 
 def _tensor_names(path_or_id: str | os.PathLike, hub_kwargs: dict[str, Any]) -> set[str]:
@@ -95,6 +95,8 @@ def _tensor_names(path_or_id: str | os.PathLike, hub_kwargs: dict[str, Any]) -> 
         with open(index, encoding="utf-8") as stream:
             return set(json.load(stream)["weight_map"])
     file = _resolve(path_or_id, "model.safetensors", hub_kwargs)
+    if file is None and not os.path.isdir(path_or_id):  # missing, or kept from us: that raises, with the reason
+        file = _resolve(path_or_id, "model.safetensors", hub_kwargs, required=True)
     if file is None:
         raise DSparkCheckpointError(
             f"{path_or_id} has no model.safetensors (nor an index of shards). Only safetensors files are read."

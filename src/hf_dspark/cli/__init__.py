@@ -23,7 +23,7 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-VERBS = ("demo", "generate", "eval", "bench", "data", "train", "profile", "calibrate")
+VERBS = ("demo", "generate", "eval", "bench", "data", "train", "profile", "calibrate", "push")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -123,12 +123,7 @@ def _load(
 ) -> tuple[str, str | None, PreTrainedModel, PreTrainedTokenizerBase, DSparkDraftModel]:
     """The target's name and revision, the target, its tokenizer and the draft."""
     with progress_line() as report:
-        name = target_name(args, args.draft)
-        revision = None
-        if args.target is None:  # the very weights that the draft's config names
-            from ..checkpoints import read_checkpoint
-
-            revision = read_checkpoint(args.draft, {}).config.target_revision
+        name, revision = target_name(args, args.draft)
         target, tokenizer = load_target(name, args, report, revision)
         draft = load_draft(args.draft, target, args)
     return name, revision, target, tokenizer, draft

@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     with progress_line() as report:
-        name = target_name(args, args.draft[0])
-        target, tokenizer = load_target(name, args, report)
+        name, revision = target_name(args, args.draft[0])
+        target, tokenizer = load_target(name, args, report, revision)
         drafts = {label: load_draft(path, target, args) for label, path in zip(names, args.draft)}
         for draft in drafts.values():
             draft.scheduler = None if args.full_blocks else "auto"

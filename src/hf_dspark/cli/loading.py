@@ -83,23 +83,23 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         yield spinner.update
 
 
-def target_name(args: argparse.Namespace, draft_path: str) -> str:
-    """`--target`, or the weights that the draft's config names.
+def target_name(args: argparse.Namespace, draft_path: str) -> tuple[str, str | None]:
+    """`--target`, or the weights that the draft's config names, and their revision where it names one.
 
     Raises:
         DSparkTargetError: neither names one.
         DSparkCheckpointError: the draft cannot be read.
     """
     if args.target is not None:
-        return args.target
+        return args.target, None
     from ..checkpoints import read_checkpoint
     from ..errors import DSparkTargetError
 
     refuse_missing_folder(draft_path)
-    name = read_checkpoint(draft_path, {}).config.target_model_name_or_path
-    if not name:
+    config = read_checkpoint(draft_path, {}).config
+    if not config.target_model_name_or_path:
         raise DSparkTargetError(f"{draft_path} does not name the target it was trained for; give one with --target.")
-    return name
+    return config.target_model_name_or_path, config.target_revision
 
 
 def load_target(
@@ -124,6 +124,7 @@ def load_target(
 
     from ..demo_weights import resolve_target
     from ..errors import DSparkTargetError
+    from ..hub_errors import HUB_FAILURES, explain
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -139,8 +140,9 @@ def load_target(
         # The tokenizer before the big one, so that what is missing shows at once.
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, device_map=device, **kwargs)
-    except (OSError, ValueError, RuntimeError) as error:  # ValueError: a config or tokenizer it does not know
-        raise DSparkTargetError(f"Cannot load the target {name!r}: {one_line(error)}") from error
+    except (*HUB_FAILURES, RuntimeError) as error:  # among them ValueError: a config or tokenizer it does not know
+        reason = explain(error, name, revision) or one_line(error)
+        raise DSparkTargetError(f"Cannot load the target {name!r}: {reason}") from error
     target.eval()
     return target, tokenizer
 

@@ -93,8 +93,8 @@ def run_pair(prompt: str, draft_path: str, args: argparse.Namespace) -> int:
     if not prompt.strip():
         raise DSparkDataError("The prompt is empty; give some text.")
     with progress_line() as report:
-        name = target_name(args, draft_path)
-        target, tokenizer = load_target(name, args, report)
+        name, revision = target_name(args, draft_path)
+        target, tokenizer = load_target(name, args, report, revision)
         draft = load_draft(draft_path, target, args)
         if args.no_chat_template:
             inputs = dict(tokenizer(prompt, return_tensors="pt").to(target.device))

@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
     with progress_line() as report:
-        name = target_name(args, args.draft)
-        target, _ = load_target(name, args, report)
+        name, revision = target_name(args, args.draft)
+        target, _ = load_target(name, args, report, revision)
         draft = None if args.draft is None else load_draft(args.draft, target, args)
     with _Progress(Console(stderr=True)) as progress:
         profile = measure_throughput(

@@ -100,16 +100,18 @@ def _yaml_options(file: str, known: set[str]) -> list[str]:
 def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DSparkDraftModel:
     """Loads target and data, builds or loads the draft, trains it, and writes it to `args.output_dir`.
 
-    The folder gets the draft in `model_args.export_dtype`, `trainer_state.json` with all that was logged and (with the
-    extra `eval`) a picture of the learning curve; the tokenizer stays with the target; checkpoints below it
-    are fp32 and hold what an exact resume needs.
+    The folder gets the draft in `model_args.export_dtype`, `training_facts.json`, `trainer_state.json` with all that
+    was logged and (with the extra `eval`) a picture of the learning curve; the tokenizer stays with the target;
+    checkpoints below it are fp32 and hold what an exact resume needs. With `push_to_hub`, the finished draft is pushed.
     """
     import torch
+    from huggingface_hub import ResolvedRevision
     from transformers import set_seed
     from transformers.trainer_utils import get_last_checkpoint
-    from transformers.utils import logging
+    from transformers.utils import logging, resolve_revision
 
-    from ..errors import DSparkConfigError, DSparkError
+    from ..errors import DSparkConfigError, DSparkError, DSparkHubError
+    from ..hub import push_folder
     from ..training.data import load_records, split_records
     from ..training.trainer import DSparkTrainer
     from . import one_line
@@ -123,6 +125,10 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
         raise DSparkConfigError(f"--resume: {args.output_dir} holds no checkpoint. Leave --resume out to start anew.")
     options = argparse.Namespace(dtype=model_args.target_dtype, device=str(args.device), threads=None)
     with progress_line() as report:
+        # A branch moves on; the draft is for the weights of this commit, which its config will name.
+        revision = resolve_revision(model_args.target, model_args.target_revision)
+        if isinstance(revision, ResolvedRevision):
+            model_args.target_revision = revision.resolved
         target, tokenizer = load_target(model_args.target, options, report, model_args.target_revision)
     target.requires_grad_(False)
 
@@ -140,6 +146,7 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
+            data_names=_data_names(model_args),
         )
     except DSparkError:
         raise
@@ -157,7 +164,32 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
             name = os.path.basename(os.path.normpath(args.output_dir))
             plot_learning_curve({name: trainer.state.log_history}, os.path.join(args.output_dir, "learning_curve.png"))
         draft.to(getattr(torch, model_args.export_dtype)).save_pretrained(args.output_dir)
+        trainer.save_facts(args.output_dir)
+        if args.push_to_hub:
+            try:
+                push_folder(
+                    args.output_dir,
+                    trainer.hub_model_id,
+                    commit_message="End of training",
+                    token=args.hub_token,
+                    revision=args.hub_revision,
+                    license=args.hub_license,
+                    base_model=args.hub_base_model,
+                    tables_are_own=True,  # the draft is bound to its target
+                )
+            except DSparkHubError as error:
+                raise DSparkHubError(
+                    f"{error} The finished draft model is in {args.output_dir}; hf-dspark push pushes it."
+                ) from error
     return draft
+
+
+def _data_names(model_args: DSparkModelArguments) -> list[str]:
+    """Names of files without their folders, or the id and split of a data set."""
+    return [
+        os.path.basename(source) if os.path.exists(source) else f"{source} ({model_args.dataset_split})"
+        for source in model_args.data
+    ]
 
 
 def build_draft(model_args: DSparkModelArguments, target: Any, train_dataset: Any) -> DSparkDraftModel:

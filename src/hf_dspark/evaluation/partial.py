@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,13 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[Key, dict[str, Any]]:
 
 def fingerprint(model: torch.nn.Module) -> str:
     """A hash of a model's tensors: a draft trained further under the same path is another draft."""
+    return fingerprint_of(model.state_dict())
+
+
+def fingerprint_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same for tensors by name, as in a file of weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -43,6 +43,12 @@ class DSparkTrainingArguments(TrainingArguments):
     check_data: bool = field(
         default=True, metadata={"help": "Refuse data that the target finds less likely than random ids."}
     )
+    hub_license: str | None = field(
+        default=None, metadata={"help": "With push_to_hub: licence of the draft; unset: that of the target's card."}
+    )
+    hub_base_model: str | None = field(
+        default=None, metadata={"help": "With push_to_hub: Hub id of the target; unset: the name it was loaded by."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("alpha_ce", "alpha_tv", "alpha_conf"):

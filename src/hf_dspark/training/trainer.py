@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import time
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
 
-from ..errors import DSparkDataError, DSparkTargetError
+from .. import hub
+from ..errors import DSparkDataError, DSparkHubError, DSparkTargetError
+from ..hub_errors import HUB_FAILURES, explained
 from ..modeling_dspark import DSparkDraftModel, head_logits
 from .arguments import DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset
+from .facts import describe_run, read_runs, write_runs
 from .objective import ObjectiveOutput, dspark_objective, teacher_forward
 from .optimizer import MuonAdamW, split_parameters
 from .states import StateFolder, TeacherStates
+
+logger = logging.get_logger(__name__)
 
 _CHECKED_SAMPLES = 8
 _HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
@@ -35,11 +46,16 @@ class DSparkTrainer(Trainer):
         train_dataset, eval_dataset: a `DSparkDataset`, or records (a `datasets.Dataset`, or a list of dicts) with
             `messages` or `prompt` and `response`, which are encoded here.
         processing_class: the target's tokenizer.
+        data_names: what the data is called, for the model card: names of files, or the id of a data set.
         kwargs: the rest of `Trainer`'s.
+
+    Whatever it saves has a `training_facts.json` beside it, which the model card is made from. With `push_to_hub=True`
+    every save is pushed with a card.
 
     Raises:
         DSparkTargetError: draft and target do not fit.
         DSparkDataError: nothing to supervise, or ids outside the target's vocabulary.
+        DSparkHubError: with `push_to_hub=True`: the Hub refuses, or there is no licence or base model for the card.
     """
 
     # The loss is divided by Σw over the whole accumulated batch and all ranks, not per micro-batch.
@@ -56,6 +72,7 @@ class DSparkTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        data_names: list[str] | None = None,
         **kwargs: Any,
     ):
         model.bind_target(target)
@@ -64,6 +81,14 @@ class DSparkTrainer(Trainer):
                 table.requires_grad_(False)
         self.target = target
         self.draft = model
+        self.data_names = data_names or []
+        # A draft that was trained before: its runs are part of what it is.
+        source = model.config.name_or_path
+        self._earlier_runs = read_runs(source)
+        self.started_from = os.path.basename(os.path.normpath(source)) if source and os.path.isdir(source) else source
+        self._slots = torch.zeros((), dtype=torch.long)  # trained on in this run
+        self._seconds = 0.0  # of this run, but for what passed since `_started`
+        self._started: float | None = None
         num_slots = model.config.num_draft_tokens
         super().__init__(
             model=model,
@@ -95,7 +120,11 @@ class DSparkTrainer(Trainer):
         _check_head_map(self.draft, self.target, samples[0]["input_ids"][None])
         if self.args.check_data:
             _check_data(self.target, samples)
-        return super().train(*args, **kwargs)
+        self._begin_run(args[0] if args else kwargs.get("resume_from_checkpoint"))
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._seconds, self._started = self._spent(), None
 
     @staticmethod
     def encode(
@@ -119,8 +148,11 @@ class DSparkTrainer(Trainer):
         """Σ w_k over all micro-batches and ranks: the one denominator of the three losses."""
         if not batch_samples:
             return None
-        total = torch.stack([batch["slot_weight"] for batch in batch_samples]).sum().to(device)
-        return self.accelerator.reduce(total, reduction="sum")
+        weight = torch.stack([batch["slot_weight"] for batch in batch_samples]).sum().to(device)
+        slots = torch.stack([batch["slots"].sum() for batch in batch_samples]).sum().to(weight)  # exact below 2^24
+        total, slots = self.accelerator.reduce(torch.stack([weight, slots]), reduction="sum")
+        self._slots = self._slots.to(device) + slots.long()
+        return total
 
     def compute_loss(
         self,
@@ -204,6 +236,123 @@ class DSparkTrainer(Trainer):
             logs.update(self._meters.summary(self.accelerator))
             self._meters.reset()
         super().log(logs, start_time)
+
+    # ------------------------------------------------------------------------------------------------------------
+    # Facts, card and Hub
+    # ------------------------------------------------------------------------------------------------------------
+    def _begin_run(self, checkpoint: str | bool | None) -> None:
+        """Sets the counters of a run that starts, or of one that is resumed."""
+        if isinstance(checkpoint, bool):
+            checkpoint = get_last_checkpoint(self.args.output_dir) if checkpoint else None
+        if not checkpoint and self.state.global_step:  # `train` once more: another run of the same draft
+            self._earlier_runs = self.runs
+        self._slots.zero_()
+        self._seconds = 0.0
+        if checkpoint:
+            *self._earlier_runs, interrupted = read_runs(checkpoint) or [{"slots": 0, "seconds": 0.0}]
+            self._slots += interrupted["slots"]
+            self._seconds = interrupted["seconds"]
+        self._started = time.monotonic()
+
+    def _spent(self) -> float:
+        return self._seconds + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """What `training_facts.json` holds: this run so far, after those of a draft that was trained before."""
+        if not self.state.global_step:
+            return self._earlier_runs
+        return [*self._earlier_runs, describe_run(self, self._spent(), int(self._slots))]
+
+    def save_facts(self, folder: str | os.PathLike) -> None:
+        """Writes `training_facts.json` into a draft's folder; nothing where nothing was trained."""
+        if self.runs:
+            write_runs(folder, self.runs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.save_facts(output_dir if output_dir is not None else self.args.output_dir)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """As `Trainer`, after a check that a card can be made: the first save would be late to find out.
+
+        Raises:
+            DSparkHubError: there is no licence or base model for the card, or the Hub refuses.
+        """
+        if self.is_world_process_zero():
+            args = self.args
+            folder = Path(args.output_dir)
+            hub.check_publishable(self.draft.config, args.hub_license, args.hub_base_model, folder)
+        name = self.args.hub_model_id or os.path.basename(os.path.abspath(self.args.output_dir))
+        with explained(DSparkHubError, name, writing=True):
+            super().init_hf_repo(token, private)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        dataset: str | list[str] | None = None,
+    ) -> None:
+        """Writes README.md into `output_dir`, where a draft model was saved, or adds to the one that is there.
+
+        Args:
+            language, tags, dataset: more metadata; `dataset` is a Hub id.
+            license: by default `hub_license`, or that of the target's card.
+            model_name: the heading; by default the repository's name.
+            finetuned_from: the target's Hub id; by default `hub_base_model`, or the one that the config names.
+
+        Raises:
+            DSparkHubError: there is no licence or base model, or an existing card cannot be merged.
+        """
+        if self.is_world_process_zero():
+            self._write_card(
+                self.args.output_dir,
+                license=license or self.args.hub_license,
+                base_model=finetuned_from or self.args.hub_base_model,
+                tags=[tags] if isinstance(tags, str) else tags or (),
+                language=language,
+                datasets=dataset,
+                title=model_name,
+            )
+
+    def _write_card(self, draft_folder: str, **options: Any) -> None:
+        """The card of the draft in `draft_folder`, into `output_dir`."""
+        repo_id = self.hub_model_id or self.args.hub_model_id or os.path.basename(os.path.abspath(self.args.output_dir))
+        there = None
+        if self.hub_model_id is not None:
+            # Without a network the training goes on; a card that was merged before lies in `output_dir`.
+            with contextlib.suppress(*HUB_FAILURES):
+                there = hub.published_card(repo_id, self.args.hub_revision, self.args.hub_token)
+        publication = hub.prepare(
+            draft_folder,
+            repo_id,
+            facts_folder=self.args.output_dir,
+            published_card=there,
+            tables_are_own=True,  # bound to its target, so only tables that differ are saved
+            token=self.args.hub_token,
+            **options,
+        )
+        card = Path(self.args.output_dir) / hub.CARD
+        temporary = card.with_suffix(".tmp")
+        temporary.write_bytes(publication.card.encode())
+        os.replace(temporary, card)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """A push of a save, with the card as of this save."""
+        if self.is_world_process_zero():
+            self.save_facts(self.args.output_dir)
+            try:
+                self._write_card(checkpoint_folder, license=self.args.hub_license, base_model=self.args.hub_base_model)
+            except (
+                DSparkHubError
+            ) as error:  # a card in the repository that was broken meanwhile: not worth the training
+                logger.warning(f"{checkpoint_folder} is not pushed. {error}")
+                return
+        super()._push_from_checkpoint(checkpoint_folder)
 
 
 class _EpochOfAnchors(TrainerCallback):
