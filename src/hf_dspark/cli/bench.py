@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
     with progress_line() as report:
-        name = target_name(args, args.draft)
-        target, tokenizer = load_target(name, args, report)
+        name, revision = target_name(args, args.draft)
+        target, tokenizer = load_target(name, args, report, revision)
         draft = load_draft(args.draft, target, args)
         draft.bind_target(target)
         measured = modes(sorted(set(args.lengths)), not args.no_continuous)

