@@ -93,7 +93,7 @@ def calibration_tables(calibration: Calibration) -> list[Table]:
 
 def _ece(quality: Quality) -> str:
     low, high = (100 * bound for bound in quality.ece_interval)
-    return f"{100 * quality.ece:.2f} ({low:.1f} to {high:.1f})"
+    return f"{100 * quality.ece:.2f} ({low:.1f}–{high:.1f})"
 
 
 def sweep_tables(points: list[SweepPoint]) -> list[Table]:
