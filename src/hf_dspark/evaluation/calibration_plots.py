@@ -56,7 +56,9 @@ def _reliability(calibration: Calibration) -> Figure:
             axes.scatter(x, y, sizes, color=colour, alpha=0.8, label=name, zorder=3)
         before, after = 100 * position.before.ece, 100 * position.after.ece
         axes.set_title(
-            f"k = {position.position}, T = {position.temperature:.2f}\nECE {before:.1f} % → {after:.1f} %", fontsize=9
+            f"k = {position.position}, T = {position.temperature:.2f}, s = {position.shift:.2f}\n"
+            f"ECE {before:.1f} % → {after:.1f} %",
+            fontsize=9,
         )
         axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
         axes.grid(alpha=0.3)
