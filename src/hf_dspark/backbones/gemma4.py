@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..configuration_dspark import DSparkConfig
 from .attention import apply_rope
-from .qwen3 import Qwen3DraftAttention, RopeTables
+from .qwen3 import KeysValues, Qwen3DraftAttention, RopeTables
 
 
 class Gemma4DraftAttention(Qwen3DraftAttention):
@@ -50,12 +50,12 @@ class Gemma4DraftLayer(GradientCheckpointingLayer):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: torch.Tensor,
-        context_value: torch.Tensor,
+        context: torch.Tensor | KeysValues,
+        context_rope: RopeTables | None = None,
         context_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
-        attention = self.self_attn(self.input_layernorm(states), rope, context_key, context_value, context_mask)
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `Qwen3DraftLayer`."""
+        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, context_mask)
         states = states + self.post_attention_layernorm(attention)
         feedforward = self.mlp(self.pre_feedforward_layernorm(states))
         states = states + self.post_feedforward_layernorm(feedforward)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
@@ -56,8 +55,7 @@ def slot_weights(num_slots: int, loss_decay_gamma: float) -> torch.Tensor:
     return torch.exp(-torch.arange(num_slots, dtype=torch.float32) / loss_decay_gamma)
 
 
-@dataclass
-class ObjectiveOutput:
+class ObjectiveOutput(NamedTuple):
     """The loss and what it is made of; sums run over the supervised slots, weighted by w_k.
 
     Attributes:
