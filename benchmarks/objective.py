@@ -1,6 +1,6 @@
 """What the training objective costs against the plain formulation, on the same work: time and peak memory.
 
-    python benchmarks/objective.py [--vocab 49152 --length 1024 --anchors 256 ...] [--json OUT]
+    python benchmarks/objective.py --bf16 [--vocab 49152 --length 2048 --anchors 512 ...] [--json OUT]
 
 `plain` is the formulation of the reference: the blocks are one sequence behind the context under one dense mask, and
 the logits of draft and target stand in memory as whole tensors [slots, vocabulary] with everything that autograd keeps
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import DSparkDraftModel
 from hf_dspark.backbones.attention import apply_rope
+from hf_dspark.training.estimate import peak_memory
 from hf_dspark.training.objective import dspark_objective, slot_weights
 
 ALPHA_CE, ALPHA_TV = 0.1, 0.9
@@ -44,8 +44,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="of the draft")
     parser.add_argument("--rank", type=int, default=64, help="of the sequential head")
     parser.add_argument("--block", type=int, default=7)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of the sequence")
-    parser.add_argument("--anchors", type=int, default=256)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the sequence")
+    parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--bf16", action="store_true", help="autocast, as the trainer does where the machine has it")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
@@ -146,6 +146,8 @@ def plain(work: Work) -> torch.Tensor:
     teacher = draft.base_logits(work.states[0, at].to(hidden.dtype)).detach()
     q, p = logits.float().softmax(dim=-1), teacher.float().softmax(dim=-1)
     l1 = (q - p).abs().sum(dim=-1)
+    agrees = logits.argmax(dim=-1) == teacher.argmax(dim=-1)  # both report how often
+    assert agrees.shape == at.shape
     ce = torch.nn.functional.cross_entropy(logits[0].float(), ids[0, at[0] + 1], reduction="none")[None]
     confidence = draft.confidence_head(hidden, embedding)
     bce = binary_cross_entropy_with_logits(confidence, 1 - 0.5 * l1.detach(), reduction="none")
@@ -178,10 +180,9 @@ def peak_rise(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Peak memory in MiB: that of the process, and its rise over a step on 32 tokens."""
     Work(args, 32, 4).step(kind)
     work = Work(args, args.length, args.anchors)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     work.step(kind)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_mib": peak / 1024, "rise_mib": (peak - before) / 1024}
+    return {"peak_mib": peak_memory() / 2**20, "rise_mib": (peak_memory() - before) / 2**20}
 
 
 def measure(args: argparse.Namespace) -> dict:

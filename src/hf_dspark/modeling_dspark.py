@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .backbones import draft_layer, draft_norm
+from .backbones.attention import BlockMask
 from .backbones.qwen3 import RopeTables
 from .configuration_dspark import DSparkConfig
 from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
@@ -330,16 +331,15 @@ class DSparkDraftModel(PreTrainedModel):
             position_ids = torch.arange(length, device=input_ids.device).expand(batch, -1)
         ctx = self.fuse(features)
         context_rope = self.rotary_emb(ctx, position_ids)
-        index = torch.arange(length, device=input_ids.device)
-        visible = index[None, None, :] < anchor_positions[:, :, None]  # [B, A, T]
-        if attention_mask is not None:
-            visible = visible & attention_mask[:, None, :].bool()
+        mask = BlockMask.before_anchors(
+            anchor_positions, torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        )
 
         steps = torch.arange(self.config.block_size, device=input_ids.device)
         anchor_ids = input_ids.gather(1, anchor_positions)  # [B, A]
         states, rope = self._block(anchor_ids, position_ids.gather(1, anchor_positions))  # [B, A, γ, H]
         for layer in self.layers:
-            states = layer(states, rope, ctx, context_rope, visible)
+            states = layer(states, rope, ctx, context_rope, mask)
         hidden = self.norm(states)
 
         # Slot k predicts token anchor+k+1 and follows token anchor+k; in the 1+N layout slot k predicts anchor+k and

@@ -9,7 +9,7 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..configuration_dspark import DSparkConfig
-from .attention import apply_rope
+from .attention import BlockMask, apply_rope
 from .qwen3 import KeysValues, Qwen3DraftAttention, RopeTables
 
 
@@ -52,10 +52,10 @@ class Gemma4DraftLayer(GradientCheckpointingLayer):
         rope: RopeTables,
         context: torch.Tensor | KeysValues,
         context_rope: RopeTables | None = None,
-        context_mask: torch.Tensor | None = None,
+        mask: BlockMask | None = None,
     ) -> torch.Tensor:
         """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `Qwen3DraftLayer`."""
-        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, context_mask)
+        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, mask)
         states = states + self.post_attention_layernorm(attention)
         feedforward = self.mlp(self.pre_feedforward_layernorm(states))
         states = states + self.post_feedforward_layernorm(feedforward)

@@ -8,7 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ..configuration_dspark import DSparkConfig
-from .attention import apply_rope, block_attention
+from .attention import BlockMask, apply_rope, block_attention
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]  # cos, sin [..., S, hd]
 KeysValues = tuple[torch.Tensor, torch.Tensor]  # each [B, kv_heads, T, hd]
@@ -46,7 +46,7 @@ class Qwen3DraftAttention(nn.Module):
         rope: RopeTables,
         context: torch.Tensor | KeysValues,
         context_rope: RopeTables | None,
-        context_mask: torch.Tensor | None,
+        mask: BlockMask | None,
     ) -> torch.Tensor:
         """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `Qwen3DraftLayer`."""
         if isinstance(context, torch.Tensor):
@@ -55,7 +55,7 @@ class Qwen3DraftAttention(nn.Module):
         query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
         query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
         key, value = self.keys_values(states, rope)
-        out = block_attention(query, *context, key, value, self.scaling, context_mask)
+        out = block_attention(query, *context, key, value, self.scaling, mask)
         return self.o_proj(out)
 
 
@@ -75,7 +75,7 @@ class Qwen3DraftLayer(GradientCheckpointingLayer):
         rope: RopeTables,
         context: torch.Tensor | KeysValues,
         context_rope: RopeTables | None = None,
-        context_mask: torch.Tensor | None = None,
+        mask: BlockMask | None = None,
     ) -> torch.Tensor:
         """One layer on A blocks per sequence.
 
@@ -85,11 +85,11 @@ class Qwen3DraftLayer(GradientCheckpointingLayer):
             context: kept keys and values; or, in training, ctx [B, T, H] itself. Then keys and values are formed in
                 here, where FSDP has gathered the projections and where checkpointing forms them again.
             context_rope: of ctx, each [B, T, hd].
-            context_mask: see `block_attention`.
+            mask: see `block_attention`.
 
         Returns:
             [B, A, γ, H].
         """
-        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, context_mask)
+        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, mask)
         states = states + attention
         return states + self.mlp(self.post_attention_layernorm(states))

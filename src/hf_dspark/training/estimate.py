@@ -204,9 +204,18 @@ def _optimizer_states(probe: DSparkTrainer) -> list[dict[str, Any]]:
     return [state for part in parts for state in part.state.values()]
 
 
-def _peaks() -> dict[str, int]:
+def peak_memory() -> int:
+    """The largest resident memory that this process has had, in bytes."""
+    if sys.platform == "linux":  # what `getrusage` says there, a process inherits from the one that started it
+        with open("/proc/self/status", encoding="ascii") as stream:
+            line = next(line for line in stream if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
-    peaks = {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _peaks() -> dict[str, int]:
+    peaks = {"cpu": peak_memory()}
     for index in range(torch.cuda.device_count()):
         if torch.cuda.max_memory_reserved(index):
             peaks[f"cuda:{index}"] = torch.cuda.max_memory_reserved(index)
