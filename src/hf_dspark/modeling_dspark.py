@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils import ModelOutput, resolve_revision
 
 from .backbones import draft_layer, draft_norm
+from .backbones.attention import BlockMask
+from .backbones.qwen3 import RopeTables
 from .configuration_dspark import DSparkConfig
 from .errors import DSparkCheckpointError, DSparkConfigError, DSparkTargetError
 from .heads import ConfidenceHead, MarkovHead
@@ -44,13 +47,6 @@ class DSparkDraftOutput(ModelOutput):
     hidden_states: torch.Tensor
     markov_latents: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
-
-
-class ContextKV(NamedTuple):
-    """One layer's context keys and values, each [B, kv_heads, T, hd]; the training twin of a cache layer."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 class DSparkDraftModel(HubMixin, PreTrainedModel):
@@ -265,9 +261,10 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
             state for the first `sequential_step` (`None` but for the rnn head in the 1+N layout).
         """
         anchors = anchor_ids.to(self.device)
-        hidden = self._backbone(
-            self._block_states(anchors[:, None]), self._block_positions(anchor_positions[:, None]), cache.layers, None
-        )[:, 0]  # [B, γ, H]
+        states, rope = self._block(anchors[:, None], anchor_positions[:, None])
+        for layer, kept in zip(self.layers, cache.layers):
+            states = layer(states, rope, (kept.keys, kept.values))
+        hidden = self.norm(states)[:, 0]  # [B, γ, H]
         if self.config.sample_from_anchor:
             return hidden, None
         state = None
@@ -295,25 +292,14 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         latent, state = self.markov_head.latent(hidden, embedding, state)
         return base_logits + self.markov_head.markov_w2(latent), embedding, state
 
-    def _block_states(self, anchor_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [B, A] → embedded blocks [B, A, γ, H]."""
-        masks = anchor_ids.new_full((*anchor_ids.shape, self.config.block_size - 1), self.config.mask_token_id)
-        return self.embed(torch.cat([anchor_ids[..., None], masks], dim=-1))
-
-    def _block_positions(self, anchor_positions: torch.Tensor) -> torch.Tensor:
-        """int64 [B, A] → positions of the block slots, [B, A, γ]."""
-        return anchor_positions[..., None].to(self.device) + torch.arange(self.config.block_size, device=self.device)
-
-    def _backbone(
-        self, states: torch.Tensor, positions: torch.Tensor, context: list, context_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[B, A, γ, H] and int64 [B, A, γ] → [B, A, γ, H]. `context[i]` holds layer i's `.keys` and `.values`."""
-        batch, blocks, block_size, _ = states.shape
-        cos, sin = self.rotary_emb(states, positions.reshape(batch, blocks * block_size))
-        rope = (cos.view(batch, blocks, block_size, -1), sin.view(batch, blocks, block_size, -1))
-        for layer, kv in zip(self.layers, context):
-            states = layer(states, rope, kv.keys, kv.values, context_mask)
-        return self.norm(states)
+    def _block(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> tuple[torch.Tensor, RopeTables]:
+        """int64 [B, A] twice → the embedded blocks [B, A, γ, H] and RoPE's tables at their positions."""
+        block_size = self.config.block_size
+        masks = anchor_ids.new_full((*anchor_ids.shape, block_size - 1), self.config.mask_token_id)
+        states = self.embed(torch.cat([anchor_ids[..., None], masks], dim=-1))
+        positions = anchor_positions[..., None].to(self.device) + torch.arange(block_size, device=self.device)
+        cos, sin = self.rotary_emb(states, positions.flatten(1))
+        return states, (cos.view(*positions.shape, -1), sin.view(*positions.shape, -1))
 
     # ------------------------------------------------------------------------------------------------------------
     # Training
@@ -325,7 +311,9 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         anchor_positions: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> DSparkDraftOutput:
+        detach_confidence: bool = False,
+        objective: Callable[[DSparkDraftOutput], Any] | None = None,
+    ) -> Any:
         """All blocks of a batch at once, teacher-forced (paper §3.3, DESIGN §8).
 
         A block attends to the context before its anchor and to itself; the sequential head sees the true previous
@@ -338,23 +326,28 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
             anchor_positions: int64 [B, A], indices into the sequence.
             position_ids: int64 [B, T]; 0..T-1 by default.
             attention_mask: [B, T], 0 at padding; all ones by default.
+            detach_confidence: whether the confidence head's gradient stops at the head.
+            objective: called on the output in here, where the parameters that it reads are whole (FSDP) and their
+                gradients are awaited (DDP).
+
+        Returns:
+            A `DSparkDraftOutput`, or what `objective` makes of it.
         """
         batch, length = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).expand(batch, -1)
         ctx = self.fuse(features)
-        rope = self.rotary_emb(ctx, position_ids)
-        context = [ContextKV(*layer.self_attn.context_keys_values(ctx, rope)) for layer in self.layers]
-        index = torch.arange(length, device=input_ids.device)
-        visible = index[None, None, :] < anchor_positions[:, :, None]  # [B, A, T]
-        if attention_mask is not None:
-            visible = visible & attention_mask[:, None, :].bool()
+        context_rope = self.rotary_emb(ctx, position_ids)
+        mask = BlockMask.before_anchors(
+            anchor_positions, torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        )
 
         steps = torch.arange(self.config.block_size, device=input_ids.device)
         anchor_ids = input_ids.gather(1, anchor_positions)  # [B, A]
-        states = self._block_states(anchor_ids)  # [B, A, γ, H]
-        positions = self._block_positions(position_ids.gather(1, anchor_positions))
-        hidden = self._backbone(states, positions, context, visible)  # [B, A, γ, H]
+        states, rope = self._block(anchor_ids, position_ids.gather(1, anchor_positions))  # [B, A, γ, H]
+        for layer in self.layers:
+            states = layer(states, rope, ctx, context_rope, mask)
+        hidden = self.norm(states)
 
         # Slot k predicts token anchor+k+1 and follows token anchor+k; in the 1+N layout slot k predicts anchor+k and
         # slot 0, which predicts nothing, is unrolled with the anchor as its previous token.
@@ -365,13 +358,17 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         if self.markov_head is not None:
             latents, embedding = self.markov_head.teacher_forced(hidden, previous_ids)
         if self.confidence_head is not None:
-            confidence = self.confidence_head(hidden, embedding)
+            seen = (hidden, embedding)
+            if detach_confidence:
+                seen = (hidden.detach(), None if embedding is None else embedding.detach())
+            confidence = self.confidence_head(*seen)
         first = 0 if self.config.sample_from_anchor else 1
-        return DSparkDraftOutput(
+        output = DSparkDraftOutput(
             hidden_states=hidden[:, :, first:],
             markov_latents=None if latents is None else latents[:, :, first:],
             confidence_logits=None if confidence is None else confidence[:, :, first:],
         )
+        return output if objective is None else objective(output)
 
     # ------------------------------------------------------------------------------------------------------------
     # Building, loading, saving
@@ -519,7 +516,8 @@ def _tables_equal(own: nn.Embedding | nn.Linear, theirs: nn.Module) -> bool:
     """Whether two vocabulary tables hold the same numbers in the dtype of `own`. Quantised tables never do."""
     a, b = own.weight, getattr(theirs, "weight", None)
     if (
-        b is None
+        not isinstance(theirs, nn.Embedding | nn.Linear)  # an adapted table is more than its `weight`
+        or b is None
         or b.shape != a.shape
         or not b.is_floating_point()
         or b.device.type == "meta"

@@ -9,8 +9,8 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from ..configuration_dspark import DSparkConfig
-from .attention import ContextStates, apply_rope
-from .qwen3 import Qwen3DraftAttention, RopeTables
+from .attention import BlockMask, apply_rope
+from .qwen3 import KeysValues, Qwen3DraftAttention, RopeTables
 
 
 class Gemma4DraftAttention(Qwen3DraftAttention):
@@ -50,12 +50,12 @@ class Gemma4DraftLayer(GradientCheckpointingLayer):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: ContextStates,
-        context_value: ContextStates,
-        context_mask: torch.Tensor | None = None,
+        context: torch.Tensor | KeysValues,
+        context_rope: RopeTables | None = None,
+        mask: BlockMask | None = None,
     ) -> torch.Tensor:
-        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
-        attention = self.self_attn(self.input_layernorm(states), rope, context_key, context_value, context_mask)
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `Qwen3DraftLayer`."""
+        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, mask)
         states = states + self.post_attention_layernorm(attention)
         feedforward = self.mlp(self.pre_feedforward_layernorm(states))
         states = states + self.post_feedforward_layernorm(feedforward)

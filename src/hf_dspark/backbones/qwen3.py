@@ -8,9 +8,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from ..configuration_dspark import DSparkConfig
-from .attention import ContextStates, apply_rope, block_attention
+from .attention import BlockMask, ContextStates, apply_rope, block_attention
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]  # cos, sin [..., S, hd]
+KeysValues = tuple[ContextStates, ContextStates]  # each [B, kv_heads, T, hd], or a list with one per sequence
 
 
 class Qwen3DraftAttention(nn.Module):
@@ -34,7 +35,7 @@ class Qwen3DraftAttention(nn.Module):
         key = apply_rope(self.k_norm(self.k_proj(states).view(heads_shape)), *rope)
         return key, self.v_proj(states).view(heads_shape)
 
-    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor]:
+    def context_keys_values(self, ctx: torch.Tensor, rope: RopeTables) -> KeysValues:
         """Keys and values of the context features `ctx` [B, T, H], each [B, kv_heads, T, hd]."""
         key, value = self.keys_values(ctx, rope)
         return key.transpose(1, 2), value.transpose(1, 2)
@@ -43,15 +44,18 @@ class Qwen3DraftAttention(nn.Module):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: ContextStates,
-        context_value: ContextStates,
-        context_mask: torch.Tensor | None,
+        context: torch.Tensor | KeysValues,
+        context_rope: RopeTables | None,
+        mask: BlockMask | None,
     ) -> torch.Tensor:
-        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
+        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `Qwen3DraftLayer`."""
+        if isinstance(context, torch.Tensor):
+            assert context_rope is not None
+            context = self.context_keys_values(context, context_rope)
         query = self.q_norm(self.q_proj(states).view(*states.shape[:-1], -1, self.head_dim))
         query = apply_rope(query, *rope)  # [B, A, γ, heads, hd]
         key, value = self.keys_values(states, rope)
-        out = block_attention(query, context_key, context_value, key, value, self.scaling, context_mask)
+        out = block_attention(query, *context, key, value, self.scaling, mask)
         return self.o_proj(out)
 
 
@@ -69,11 +73,23 @@ class Qwen3DraftLayer(GradientCheckpointingLayer):
         self,
         states: torch.Tensor,
         rope: RopeTables,
-        context_key: ContextStates,
-        context_value: ContextStates,
-        context_mask: torch.Tensor | None = None,
+        context: torch.Tensor | KeysValues,
+        context_rope: RopeTables | None = None,
+        mask: BlockMask | None = None,
     ) -> torch.Tensor:
-        """`states` [B, A, γ, H] → [B, A, γ, H]; the other arguments are those of `block_attention`."""
-        attention = self.self_attn(self.input_layernorm(states), rope, context_key, context_value, context_mask)
+        """One layer on A blocks per sequence.
+
+        Args:
+            states: [B, A, γ, H].
+            rope: of the block slots, each [B, A, γ, hd].
+            context: kept keys and values; or, in training, ctx [B, T, H] itself. Then keys and values are formed in
+                here, where FSDP has gathered the projections and where checkpointing forms them again.
+            context_rope: of ctx, each [B, T, hd].
+            mask: see `block_attention`.
+
+        Returns:
+            [B, A, γ, H].
+        """
+        attention = self.self_attn(self.input_layernorm(states), rope, context, context_rope, mask)
         states = states + attention
         return states + self.mlp(self.post_attention_layernorm(states))

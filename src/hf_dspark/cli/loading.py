@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import one_line
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..modeling_dspark import DSparkDraftModel
@@ -75,11 +76,15 @@ def quiet_libraries() -> None:
 
 
 @contextlib.contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
-    """Gives what to call with the step that begins. It is shown on a terminal only: elsewhere stderr is for errors."""
+def progress_line(shown: bool = True) -> Iterator[Callable[[str], None]]:
+    """Gives what to call with the step that begins. It is shown on a terminal only: elsewhere stderr is for errors.
+
+    Args:
+        shown: `False` in all but one of several processes.
+    """
     from rich.console import Console
 
-    with Console(stderr=True).status("Starting") as spinner:
+    with Console(stderr=True, quiet=not shown).status("Starting") as spinner:
         yield spinner.update
 
 
@@ -107,6 +112,8 @@ def load_target(
     args: argparse.Namespace,
     report: Callable[[str], None] = lambda message: None,
     revision: str | None = None,
+    quantization: str | None = None,
+    shards: int = 1,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The target and its tokenizer, ready to generate.
 
@@ -115,15 +122,20 @@ def load_target(
         args: with the options of `add_model_arguments`.
         report: called with one line before each long step.
         revision: of a Hub id; its main branch by default.
+        quantization: "nf4" to quantise the layers while loading; the checkpoint's own by default.
+        shards: how many processes share the weights of the layers (FSDP); each of them must call this.
 
     Raises:
         DSparkTargetError: it cannot be loaded; the message has the loader's reason.
+        DSparkDependencyError: quantising needs bitsandbytes.
     """
+    import importlib.util
+
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
     from ..demo_weights import resolve_target
-    from ..errors import DSparkTargetError
+    from ..errors import DSparkDependencyError, DSparkTargetError
     from ..hub_errors import HUB_FAILURES, explain
 
     if args.threads is not None:
@@ -136,15 +148,32 @@ def load_target(
         accelerator = torch.accelerator.current_accelerator()
         device = accelerator.type if accelerator is not None else "cpu"
     try:
-        kwargs = {} if revision is None else {"revision": revision}
+        kwargs: dict[str, Any] = {} if revision is None else {"revision": revision}
         # The tokenizer before the big one, so that what is missing shows at once.
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
-        target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, device_map=device, **kwargs)
+        if quantization is not None:
+            if importlib.util.find_spec("bitsandbytes") is None:
+                raise DSparkDependencyError(f"Quantising to {quantization} needs: pip install 'hf-dspark[quantized]'.")
+            kwargs["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=_compute_dtype(args.dtype)
+            )
+        placed = {"device_map": device} if shards == 1 else {"distributed_config": {"fsdp_size": shards}}
+        target = AutoModelForCausalLM.from_pretrained(path, dtype=args.dtype, **placed, **kwargs)
+        if shards > 1:
+            with torch.no_grad():  # FSDP settles what is its root in the first forward, and the draft calls parts of it
+                target(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device))
     except (*HUB_FAILURES, RuntimeError) as error:  # among them ValueError: a config or tokenizer it does not know
         reason = explain(error, name, revision) or one_line(error)
         raise DSparkTargetError(f"Cannot load the target {name!r}: {reason}") from error
     target.eval()
     return target, tokenizer
+
+
+def _compute_dtype(name: str) -> torch.dtype:
+    """Of quantised layers: the target's dtype where it is named, else bf16."""
+    import torch
+
+    return torch.bfloat16 if name == "auto" else getattr(torch, name)
 
 
 def load_draft(path: str, target: PreTrainedModel, args: argparse.Namespace) -> DSparkDraftModel:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..modeling_dspark import DSparkDraftModel
     from ..training.arguments import DSparkModelArguments, DSparkTrainingArguments
+    from ..training.trainer import DSparkTrainer
 
 HELP = "train a draft model for a target (every option may also stand in a YAML file: --config x.yaml)"
 PASS_ARGV = True
 
 
 def run(argv: list[str]) -> int:
-    """Parses `argv`, trains, and leaves the draft model in `output_dir`."""
+    """Parses `argv`, trains (or estimates what that would take), and leaves the draft model in `output_dir`."""
     model_args, args = parse(argv)
-    train(model_args, args)
+    if model_args.estimate:
+        estimate(model_args, args)
+    else:
+        train(model_args, args)
     return 0
 
 
@@ -97,21 +104,87 @@ def _yaml_options(file: str, known: set[str]) -> list[str]:
     return [*options, f"--config={file}"]  # ends a list: what follows is the command line's
 
 
-def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DSparkDraftModel:
+def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> None:
     """Loads target and data, builds or loads the draft, trains it, and writes it to `args.output_dir`.
 
     The folder gets the draft in `model_args.export_dtype`, `training_facts.json`, `trainer_state.json` with all that
     was logged and (with the extra `eval`) a picture of the learning curve; the tokenizer stays with the target;
     checkpoints below it are fp32 and hold what an exact resume needs. With `push_to_hub`, the finished draft is pushed.
     """
-    import torch
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from ..errors import DSparkConfigError
+
+    checkpoint = get_last_checkpoint(args.output_dir) if model_args.resume and os.path.isdir(args.output_dir) else None
+    if model_args.resume and checkpoint is None:
+        raise DSparkConfigError(f"--resume: {args.output_dir} holds no checkpoint. Leave --resume out to start anew.")
+    trainer, _target = build_trainer(model_args, args)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.save_state()
+    if trainer.is_world_process_zero() and trainer.eval_dataset is not None and importlib.util.find_spec("matplotlib"):
+        from ..evaluation.plots import plot_learning_curve
+
+        name = os.path.basename(os.path.normpath(args.output_dir))
+        plot_learning_curve({name: trainer.state.log_history}, os.path.join(args.output_dir, "learning_curve.png"))
+    export(trainer, model_args.export_dtype)
+    if trainer.is_world_process_zero():
+        trainer.save_facts(args.output_dir)
+        if args.push_to_hub:
+            _push(trainer)
+
+
+def _push(trainer: DSparkTrainer) -> None:
+    """Pushes the finished draft model."""
+    from ..errors import DSparkHubError
+    from ..hub import push_folder
+
+    args = trainer.args
+    try:
+        push_folder(
+            args.output_dir,
+            trainer.hub_model_id,
+            commit_message="End of training",
+            token=args.hub_token,
+            revision=args.hub_revision,
+            license=args.hub_license,
+            base_model=args.hub_base_model,
+            tables_are_own=True,  # the draft is bound to its target
+        )
+    except DSparkHubError as error:
+        raise DSparkHubError(
+            f"{error} The finished draft model is in {args.output_dir}; hf-dspark push pushes it."
+        ) from error
+
+
+def estimate(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> None:
+    """Prints what the run would take, from a few of its own steps; writes nothing."""
+    import tempfile
+
+    from ..training.estimate import estimate_run
+    from .train_view import print_estimate
+
+    with tempfile.TemporaryDirectory() as args.output_dir:  # a Trainer makes its folder at once
+        trainer, _target = build_trainer(model_args, args)
+        result = estimate_run(trainer)
+    if trainer.is_world_process_zero():
+        print_estimate(result)
+
+
+def build_trainer(
+    model_args: DSparkModelArguments, args: DSparkTrainingArguments
+) -> tuple[DSparkTrainer, PreTrainedModel]:
+    """The trainer of the run that the options describe, and its target, which the caller must keep.
+
+    Raises:
+        DSparkError: one line on what cannot be loaded, or does not fit.
+    """
     from huggingface_hub import ResolvedRevision
     from transformers import set_seed
-    from transformers.trainer_utils import get_last_checkpoint
     from transformers.utils import logging, resolve_revision
 
-    from ..errors import DSparkConfigError, DSparkError, DSparkHubError
-    from ..hub import push_folder
+    from ..errors import DSparkConfigError, DSparkError
     from ..training.data import load_records, split_records
     from ..training.trainer import DSparkTrainer
     from . import one_line
@@ -120,16 +193,23 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
     verbosity = logging.get_verbosity()
     quiet_libraries()  # until training begins: what goes wrong before is one line
     records = load_records(model_args.data, model_args.dataset_split)  # first: it is the cheapest thing to get wrong
-    checkpoint = get_last_checkpoint(args.output_dir) if model_args.resume and os.path.isdir(args.output_dir) else None
-    if model_args.resume and checkpoint is None:
-        raise DSparkConfigError(f"--resume: {args.output_dir} holds no checkpoint. Leave --resume out to start anew.")
-    options = argparse.Namespace(dtype=model_args.target_dtype, device=str(args.device), threads=None)
-    with progress_line() as report:
+    device = model_args.target_device or str(args.device)
+    options = argparse.Namespace(dtype=model_args.target_dtype, device=device, threads=None)
+    # One process downloads, and the others find it in the cache; but shards are loaded by all at once.
+    first = contextlib.nullcontext() if model_args.shard_target else args.main_process_first(desc="target")
+    with first, progress_line(args.process_index == 0) as report:
         # A branch moves on; the draft is for the weights of this commit, which its config will name.
         revision = resolve_revision(model_args.target, model_args.target_revision)
         if isinstance(revision, ResolvedRevision):
             model_args.target_revision = revision.resolved
-        target, tokenizer = load_target(model_args.target, options, report, model_args.target_revision)
+        target, tokenizer = load_target(
+            model_args.target,
+            options,
+            report,
+            model_args.target_revision,
+            model_args.target_quantization,
+            args.world_size if model_args.shard_target else 1,
+        )
     target.requires_grad_(False)
 
     set_seed(args.seed)  # the draft's first weights
@@ -153,35 +233,26 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> DS
     except (ValueError, RuntimeError) as error:  # an optimiser, a reporter or a strategy that cannot be had here
         raise DSparkConfigError(one_line(error)) from error
     logging.set_verbosity(verbosity)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if eval_dataset is not None:
-        trainer.evaluate()
-    trainer.save_state()
-    if trainer.is_world_process_zero():
-        if eval_dataset is not None and importlib.util.find_spec("matplotlib") is not None:
-            from ..evaluation.plots import plot_learning_curve
+    return trainer, target
 
-            name = os.path.basename(os.path.normpath(args.output_dir))
-            plot_learning_curve({name: trainer.state.log_history}, os.path.join(args.output_dir, "learning_curve.png"))
-        draft.to(getattr(torch, model_args.export_dtype)).save_pretrained(args.output_dir)
-        trainer.save_facts(args.output_dir)
-        if args.push_to_hub:
-            try:
-                push_folder(
-                    args.output_dir,
-                    trainer.hub_model_id,
-                    commit_message="End of training",
-                    token=args.hub_token,
-                    revision=args.hub_revision,
-                    license=args.hub_license,
-                    base_model=args.hub_base_model,
-                    tables_are_own=True,  # the draft is bound to its target
-                )
-            except DSparkHubError as error:
-                raise DSparkHubError(
-                    f"{error} The finished draft model is in {args.output_dir}; hf-dspark push pushes it."
-                ) from error
-    return draft
+
+def export(trainer: DSparkTrainer, dtype: str) -> None:
+    """Writes the draft to the output folder in `dtype`. Every process must call it: the weights may be sharded."""
+    import torch
+
+    from ..modeling_dspark import DSparkDraftModel
+
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return
+    trained = trainer.draft
+    with torch.device("meta"):
+        draft = DSparkDraftModel(trained.config, trained.embed_tokens is not None, trained.lm_head is not None)
+    kind = getattr(torch, dtype)
+    tensors = {name: value.to(kind) if value.is_floating_point() else value for name, value in state.items()}
+    draft.load_state_dict(tensors, assign=True)
+    draft.generation_config = trained.generation_config
+    draft.save_pretrained(trainer.args.output_dir)
 
 
 def _data_names(model_args: DSparkModelArguments) -> list[str]:

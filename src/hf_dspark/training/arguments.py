@@ -31,7 +31,18 @@ class DSparkTrainingArguments(TrainingArguments):
     loss_decay_gamma: float = field(default=4.0, metadata={"help": "Slot k weighs exp(-k / loss_decay_gamma)."})
     alpha_ce: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy with the next token."})
     alpha_tv: float = field(default=0.9, metadata={"help": "Weight of the distance between draft and target."})
-    alpha_conf: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
+    alpha_conf: float = field(
+        default=1.0, metadata={"help": "Weight of the confidence head's loss; 0 leaves the head as it is."}
+    )
+    trainable: Literal["all", "confidence_head"] = field(
+        default="all", metadata={"help": "What trains: the draft, or its confidence head alone."}
+    )
+    train_head: bool = field(
+        default=False, metadata={"help": "Train the draft's own output head (draft_vocab_size) as well."}
+    )
+    detach_confidence: bool = field(
+        default=False, metadata={"help": "The confidence head's gradient ends at the head."}
+    )
     max_length: int = field(default=2048, metadata={"help": "Longer samples are cut, in tokens."})
     muon_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak learning rate of Muon on the layers' matrices; unset: AdamW for all."}
@@ -54,8 +65,19 @@ class DSparkTrainingArguments(TrainingArguments):
         for name in ("alpha_ce", "alpha_tv", "alpha_conf"):
             if getattr(self, name) < 0:
                 raise DSparkConfigError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
-        if self.alpha_ce == self.alpha_tv == 0:
-            raise DSparkConfigError("alpha_ce and alpha_tv are both 0: nothing would train the draft. Raise one.")
+        if self.trainable == "confidence_head":
+            given = [name for name in ("train_head", "muon_learning_rate") if getattr(self, name)]
+            if given:
+                raise DSparkConfigError(
+                    f"trainable is 'confidence_head', which leaves nothing for {' and '.join(given)}. Leave one out."
+                )
+            if self.alpha_conf == 0:
+                raise DSparkConfigError("alpha_conf is 0, but trainable is 'confidence_head': nothing would train.")
+        elif self.alpha_ce == self.alpha_tv == 0:
+            raise DSparkConfigError(
+                "alpha_ce and alpha_tv are both 0: nothing would train the draft. Raise one, or set trainable to "
+                "'confidence_head'."
+            )
         if self.loss_decay_gamma <= 0:
             raise DSparkConfigError(f"loss_decay_gamma is {self.loss_decay_gamma}, but must be positive.")
         if self.num_anchors < 1:
@@ -63,6 +85,11 @@ class DSparkTrainingArguments(TrainingArguments):
         if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
             raise DSparkConfigError(
                 f"muon_learning_rate is {self.muon_learning_rate}, but must be positive, or unset for AdamW alone."
+            )
+        if self.dataloader_persistent_workers:
+            raise DSparkConfigError(
+                "dataloader_persistent_workers is set, but the workers must be started anew in every epoch, whose "
+                "anchors they draw. Leave it out."
             )
         if self.max_length < 3:
             raise DSparkConfigError(f"max_length is {self.max_length}, but a sample needs at least 3 tokens.")
@@ -94,6 +121,15 @@ class DSparkModelArguments:
     target_dtype: Literal["auto", "bfloat16", "float16", "float32"] = field(
         default="auto", metadata={"help": "dtype of the target's weights."}
     )
+    target_device: str | None = field(
+        default=None, metadata={"help": "Device of the target, or auto: over all there are. Unset: the draft's."}
+    )
+    target_quantization: Literal["nf4"] | None = field(
+        default=None, metadata={"help": "Quantise the target's layers while loading (extra: quantized)."}
+    )
+    shard_target: bool = field(
+        default=False, metadata={"help": "Shard the target's layers over the processes, with FSDP."}
+    )
     dataset_split: str = field(default="train", metadata={"help": "Split of a datasets id."})
     validation_share: float = field(default=0.02, metadata={"help": "Share of the samples held out for evaluation."})
     draft: str | None = field(default=None, metadata={"help": "Warm start from this draft model."})
@@ -120,3 +156,6 @@ class DSparkModelArguments:
         default="bfloat16", metadata={"help": "dtype of the finished draft in output_dir."}
     )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
+    estimate: bool = field(
+        default=False, metadata={"help": "Run a few steps, print the time and the memory of the run, and stop."}
+    )

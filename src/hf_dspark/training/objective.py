@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
@@ -11,7 +10,9 @@ from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput, head_logits
 
-CHUNK_SLOTS = 128  # rows of logits alive at a time: large enough for an efficient GEMM, small enough for a CPU's cache
+_CPU_CHUNK_BYTES = 24 * 2**20  # below glibc's largest threshold for memory that it keeps (32 MiB)
+_CPU_PART_BYTES = 3 * 2**20
+_DEVICE_CHUNK_BYTES = 256 * 2**20
 
 
 def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator) -> torch.Tensor:
@@ -56,8 +57,7 @@ def slot_weights(num_slots: int, loss_decay_gamma: float) -> torch.Tensor:
     return torch.exp(-torch.arange(num_slots, dtype=torch.float32) / loss_decay_gamma)
 
 
-@dataclass
-class ObjectiveOutput:
+class ObjectiveOutput(NamedTuple):
     """The loss and what it is made of; sums run over the supervised slots, weighted by w_k.
 
     Attributes:
@@ -113,19 +113,20 @@ def dspark_objective(
     num_slots = slots.shape[-1]
     steps = torch.arange(num_slots, device=anchors.device)
     rows = torch.arange(batch, device=anchors.device)[:, None, None] * length
-    teacher_at = (rows + anchors[..., None] + steps)[slots]  # [S], index into the flattened sequence
-    labels = input_ids.flatten()[teacher_at + 1]  # [S]
-    weight = weights.to(anchors.device).expand(slots.shape)[slots]  # [S]
+    positions = (rows + anchors[..., None] + steps).flatten()  # of the teacher, in the flattened batch
+    # Slots that share a teacher position stand side by side, so that its logits are formed once per chunk.
+    index = slots.flatten().nonzero().squeeze(1)
+    index = index[positions[index].argsort(stable=True)]  # [S]
+    teacher_at = positions[index]
+    weight = weights.to(anchors.device).repeat(slots.shape[0] * slots.shape[1])[index]
     scale = weight / denominator
 
-    hidden = output.hidden_states[slots]  # [S, H]
+    hidden = output.hidden_states.flatten(0, 2)[index]  # [S, H]
     latents = w2 = None
     if draft.markov_head is not None and output.markov_latents is not None:
-        latents, w2 = output.markov_latents[slots], draft.markov_head.markov_w2.weight  # [S, r], [Vd, r]
+        latents, w2 = output.markov_latents.flatten(0, 2)[index], draft.markov_head.markov_w2.weight  # [S, r], [Vd, r]
     own_head = draft.lm_head
     head_weight = None if own_head is None or not own_head.weight.requires_grad else own_head.weight
-    # Slots that share a teacher position stand side by side, so that its logits are formed once per chunk.
-    order = teacher_at.argsort(stable=True)
     loss, ce, l1, agrees = _FusedLoss.apply(
         hidden,
         latents,
@@ -134,34 +135,33 @@ def dspark_objective(
         draft,
         teacher_states.reshape(batch * length, -1),
         teacher_at,
-        labels,
-        order,
-        scale * alpha_ce,
-        scale * alpha_tv,
+        input_ids.flatten()[teacher_at + 1],
+        scale,
+        (alpha_ce, alpha_tv),
         None if log_total is None else log_total.flatten(),
         None if top is None else top.flatten(),
     )
     overlap = 1.0 - 0.5 * l1
     confidence = torch.zeros((), device=loss.device)
     if output.confidence_logits is not None:
-        logits = output.confidence_logits[slots]
-        bce = binary_cross_entropy_with_logits(logits, overlap, reduction="none")
+        bce = binary_cross_entropy_with_logits(output.confidence_logits.flatten()[index], overlap, reduction="none")
         confidence = (weight * bce).sum()
         loss = loss + alpha_conf * (scale * bce).sum()
+    as_given = index.argsort()  # row-major again
     return ObjectiveOutput(
         loss=loss,
         ce=(weight * ce).sum(),
         l1=(weight * l1).sum(),
         confidence=confidence.detach(),
         weight=weight.sum(),
-        overlap=overlap,
-        agrees=agrees,
+        overlap=overlap[as_given],
+        agrees=agrees[as_given],
         slots=slots,
     )
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Σ coef_ce·CE + coef_tv·‖q − p‖₁, a few dozen slots at a time; the gradient is formed in the forward.
+    """Σ coef·(α_ce·CE + α_tv·‖q − p‖₁), some dozens of slots at a time; the gradient is formed in the forward.
 
     Logits, both soft-maxes, loss and gradient of a chunk live together and are dropped before the next one, so that
     memory does not grow with slots × vocabulary. Gradients go to the hidden states, the latents and W2 (and to the
@@ -179,14 +179,13 @@ class _FusedLoss(torch.autograd.Function):
         teacher_states: torch.Tensor,
         teacher_at: torch.Tensor,
         labels: torch.Tensor,
-        order: torch.Tensor,
-        coef_ce: torch.Tensor,
-        coef_tv: torch.Tensor,
+        coef: torch.Tensor,
+        alphas: tuple[float, float],
         log_total: torch.Tensor | None,
         top_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         needs_grad = any(ctx.needs_input_grad)
-        count = len(labels)
+        count, size = len(labels), draft.config.draft_vocab_size
         ce = torch.zeros(count, device=hidden.device)
         l1 = torch.zeros(count, device=hidden.device)
         agrees = torch.zeros(count, dtype=torch.bool, device=hidden.device)
@@ -209,21 +208,23 @@ class _FusedLoss(torch.autograd.Function):
         # A frozen head of the draft's own holds the target's rows: it gives the teacher's logits as well.
         teacher_head = own_head if kept is not None and head_weight is None else None
 
-        for start in range(0, count, CHUNK_SLOTS):
-            chunk = order[start : start + CHUNK_SLOTS]
+        chunk_slots, part_slots = chunk_sizes(size, dtype, hidden.device)
+        bias_space = hidden.new_empty(0 if low_w2 is None else min(chunk_slots, count), size, dtype=dtype)
+        grad_space = hidden.new_empty(min(chunk_slots, count) if needs_grad else 0, size, dtype=dtype)
+        for start in range(0, count, chunk_slots):
+            chunk = slice(start, min(start + chunk_slots, count))
+            size_of_chunk = chunk.stop - start
             positions, row_of = torch.unique_consecutive(teacher_at[chunk], return_inverse=True)
             states = teacher_states[positions]
             if teacher_head is not None and log_total is not None and top_ids is not None:
-                top, total = top_ids[positions], log_total[positions][:, None]
-                teacher = draft.scale_and_cap(linear(states.to(dtype), teacher_head)).float()  # [R, Vd]
+                raw = draft.scale_and_cap(linear(states.to(dtype), teacher_head))  # [R, Vd]
+                p, total, top = raw.float(), log_total[positions][:, None], top_ids[positions]
+                p = p.sub_(total).exp_()
             else:
-                teacher = draft.scale_and_cap(head_logits(draft.target, states)).to(hidden.device).float()  # [R, V]
-                top, total = teacher.argmax(dim=-1), teacher.logsumexp(dim=-1, keepdim=True)
-                teacher = teacher if kept is None else teacher[:, kept]
-            p, outside = (teacher - total).exp_(), None  # [R, Vd]
-            if kept is not None:
-                outside = (1.0 - p.sum(dim=-1)).clamp_(min=0.0)[row_of]
-            p = p[row_of]  # [C, Vd]
+                raw = draft.scale_and_cap(head_logits(draft.target, states)).to(hidden.device)  # [R, V]
+                p, top = _teacher_distribution(raw, kept, part_slots)  # [R, Vd], [R]
+            del raw
+            outside = None if kept is None else (1.0 - p.sum(dim=-1)).clamp_(min=0.0)  # [R]
 
             rows = hidden[chunk].to(dtype)
             with torch.enable_grad():
@@ -232,50 +233,121 @@ class _FusedLoss(torch.autograd.Function):
                     base = draft.base_logits(rows)  # [C, Vd]
                 else:
                     base = draft.scale_and_cap(linear(rows, own_head.requires_grad_(head_weight is not None)))
-            logits = base.detach().float()
+            logits, bias = base.detach(), None
             if latents is not None and low_w2 is not None:
                 low_latents = latents[chunk].to(dtype)
-                logits += linear(low_latents, low_w2)
-            agrees[chunk] = _to_target(logits.argmax(dim=-1), kept) == top[row_of]
+                bias = torch.mm(low_latents, low_w2.T, out=bias_space[:size_of_chunk])
             label = labels[chunk] if to_draft is None else to_draft[labels[chunk]]
-            known = label >= 0  # a label outside the draft vocabulary has no cross-entropy; its mass counts in the l1
-            label = label.clamp(min=0)[:, None]
-            q = logits.softmax(dim=-1)
-            label_logit = logits.gather(1, label).squeeze(1)
-            ce[chunk] = (logits.logsumexp(dim=-1) - label_logit) * known
-            difference = q - p
-            distance = difference.abs().sum(dim=-1)
-            l1[chunk] = distance if outside is None else distance + outside
+            top = top if to_draft is None else to_draft[top]
+            low = grad_space[:size_of_chunk]  # d loss / d logits, without `coef`
+            for begin in range(0, size_of_chunk, part_slots):
+                part = slice(begin, begin + part_slots)
+                values = _slots(
+                    logits[part].float(),
+                    None if bias is None else bias[part],
+                    p[row_of[part]],
+                    top[row_of[part]],
+                    label[part],
+                    alphas,
+                    low[part] if needs_grad else None,
+                )
+                for whole, value in zip((ce, l1, agrees), values):
+                    whole[chunk][part] = value
+            if outside is not None:
+                l1[chunk] += outside[row_of]
             if not needs_grad:
                 continue
-            # dCE/dz = q − onehot;  d‖q−p‖₁/dz = q ⊙ (s − ⟨q, s⟩) with s = sign(q − p)
-            sign = difference.sign_()
-            inner = (q * sign).sum(dim=-1, keepdim=True)
-            tv = coef_tv[chunk][:, None]
-            weight_ce = (coef_ce[chunk] * known)[:, None]
-            grad = sign.sub_(inner).mul_(tv).add_(weight_ce).mul_(q)  # [C, Vd]
-            grad.scatter_add_(1, label, -weight_ce)
-            low = grad.to(dtype)
-            inputs = [rows] if head_weight is None or own_head is None else [rows, own_head]
-            through_head = torch.autograd.grad(base, inputs, low)
-            grad_hidden[chunk] = through_head[0].float()
-            if head_weight is not None:
-                grad_head += through_head[1]
+            weight = coef[chunk][:, None]
+            if head_weight is not None and own_head is not None:
+                low *= weight  # the head's gradient mixes the slots
+                grad_head += torch.autograd.grad(base, own_head, low, retain_graph=True)[0]
+                weight = torch.ones_like(weight)
+            grad_hidden[chunk] = torch.autograd.grad(base, rows, low)[0].float() * weight
             if low_w2 is not None:
-                grad_latents[chunk] = (low @ low_w2).float()
-                grad_w2 += low.T @ low_latents
+                grad_latents[chunk] = (low @ low_w2).float() * weight
+                grad_w2 += low.T @ (low_latents * weight).to(dtype)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(ce, l1, agrees)
-        loss = (coef_ce * ce + coef_tv * l1).sum()
+        loss = (coef * (alphas[0] * ce + alphas[1] * l1)).sum()
         return loss, ce, l1, agrees
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, *unused: Any) -> tuple:
-        return (*(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 9)
+        return (*(None if grad is None else grad * grad_loss for grad in ctx.saved_tensors), *[None] * 8)
 
 
-def _to_target(draft_ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    return draft_ids if kept is None else kept[draft_ids]
+def chunk_sizes(vocab_size: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """How many slots have their logits in memory at a time, and of how many of them each element-wise step is done.
+
+    Many slots make a product with the head efficient, which must read all of its weight each time. On a CPU, what
+    follows is done for so few of them at a time that they stay in its cache, and a chunk stays below the size from
+    which the C library hands memory back to the system at once and the next chunk pays for fresh pages.
+    """
+    row = vocab_size * dtype.itemsize
+    if device.type != "cpu":
+        slots = min(max(_DEVICE_CHUNK_BYTES // row, 32), 1024)
+        return slots, slots
+    return min(max(_CPU_CHUNK_BYTES // row, 32), 512), min(max(_CPU_PART_BYTES // (4 * vocab_size), 1), 512)
+
+
+def _teacher_distribution(
+    raw: torch.Tensor, kept: torch.Tensor | None, part_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [R, V] → fp32 probabilities of the draft vocabulary's ids [R, Vd], and the arg-max of all, int64 [R]."""
+    p = raw.new_empty(len(raw), raw.shape[1] if kept is None else len(kept), dtype=torch.float32)
+    top = torch.empty(len(raw), dtype=torch.long, device=raw.device)
+    for begin in range(0, len(raw), part_rows):
+        part = slice(begin, begin + part_rows)
+        logits = raw[part].float()
+        top[part] = logits.max(dim=-1).indices
+        probabilities = logits.softmax(dim=-1)
+        p[part] = probabilities if kept is None else probabilities[:, kept]
+    return p, top
+
+
+def _slots(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    p: torch.Tensor,
+    top: torch.Tensor,
+    label: torch.Tensor,
+    alphas: tuple[float, float],
+    gradient: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy, L1 distance inside the draft vocabulary, and whether the arg-max is `top`, of some slots.
+
+    In place wherever it can be: this is memory traffic and nothing else.
+
+    Args:
+        logits: fp32 [n, Vd], changed; `bias` [n, Vd] is added to it.
+        p: fp32 [n, Vd], the target's probabilities, changed.
+        top: int64 [n], draft ids, -1 outside the draft vocabulary.
+        label: int64 [n], likewise; one outside has no cross-entropy.
+        alphas: α_ce, α_tv.
+        gradient: [n, Vd], where d(α_ce·CE + α_tv·L1)/d logits is written.
+    """
+    if bias is not None:
+        logits += bias
+    known, label = label >= 0, label.clamp(min=0)[:, None]
+    if bias is None:  # in bf16, logits tie
+        highest, best = logits.max(dim=-1)
+        agrees = best == top
+    else:  # sums of two such numbers as good as never do, and an arg-max is the slowest step of all
+        highest = logits.amax(dim=-1)
+        agrees = (logits.gather(1, top.clamp(min=0)[:, None]).squeeze(1) == highest) & (top >= 0)
+    label_logit = logits.gather(1, label).squeeze(1)
+    q = torch.softmax(logits, dim=-1)
+    ce = (highest - q.amax(dim=-1).log() - label_logit) * known
+    difference = torch.sub(q, p, out=p)
+    l1 = torch.abs(difference, out=logits).sum(dim=-1)
+    if gradient is not None:
+        # dCE/dz = q − onehot;  d‖q−p‖₁/dz = q ⊙ (s − ⟨q, s⟩) with s = sign(q − p)
+        signed = difference.sign_().mul_(q)
+        inner = signed.sum(dim=-1)
+        scale = alphas[0] * known  # [n]
+        q.mul_((scale - alphas[1] * inner)[:, None]).add_(signed, alpha=alphas[1])
+        gradient.copy_(q.scatter_add_(1, label, -scale[:, None]))
+    return ce, l1, agrees
 
 
 def teacher_forward(

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkDraftModel, head_logits
-from .objective import CHUNK_SLOTS, teacher_forward
+from .objective import chunk_sizes, teacher_forward
 
 _SAMPLED = 64  # entries of each parameter that enter the fingerprint: a fine-tune with the same config differs there
 
@@ -77,8 +77,9 @@ class StateFolder:
             self.target, self.layer_ids, input_ids[None], torch.ones_like(input_ids)[None]
         )
         totals, tops = [], []
+        rows, _ = chunk_sizes(self.draft.config.vocab_size, states.dtype, states.device)
         with torch.no_grad():
-            for chunk in states[0].split(CHUNK_SLOTS):
+            for chunk in states[0].split(rows):
                 logits = self.draft.scale_and_cap(head_logits(self.target, chunk)).float()  # [C, V]
                 totals.append(logits.logsumexp(dim=-1))
                 tops.append(logits.argmax(dim=-1).int())

@@ -17,9 +17,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from .. import hub
-from ..errors import DSparkDataError, DSparkHubError, DSparkTargetError
+from ..errors import DSparkConfigError, DSparkDataError, DSparkHubError, DSparkTargetError
 from ..hub_errors import HUB_FAILURES, explained
-from ..modeling_dspark import DSparkDraftModel, head_logits
+from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput, head_logits
 from .arguments import DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset
 from .facts import describe_run, read_runs, write_runs
@@ -30,6 +30,7 @@ from .states import StateFolder, TeacherStates
 logger = logging.get_logger(__name__)
 
 _CHECKED_SAMPLES = 8
+_CHECKED_COLUMNS = 16
 _HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
 
 
@@ -37,7 +38,9 @@ class DSparkTrainer(Trainer):
     """Trains a draft model against its frozen target (paper §3.3, DESIGN §8).
 
     The target is not part of the module tree: its weights are neither saved nor changed, and no hidden states are
-    cached on disk. Both vocabulary tables stay as they are; all else of the draft trains.
+    cached on disk. It is put into evaluation mode. What of the draft trains: what had `requires_grad` when it came,
+    without its own vocabulary tables (but the head with `args.train_head`) and without a confidence head that
+    `alpha_conf` 0 gives no loss; or, with `args.trainable` "confidence_head", that head alone.
 
     Args:
         model: the draft; it is bound to `target` if it is not yet.
@@ -55,6 +58,7 @@ class DSparkTrainer(Trainer):
     Raises:
         DSparkTargetError: draft and target do not fit.
         DSparkDataError: nothing to supervise, or ids outside the target's vocabulary.
+        DSparkConfigError: the draft lacks the head that `args` wants trained.
         DSparkHubError: with `push_to_hub=True`: the Hub refuses, or there is no licence or base model for the card.
     """
 
@@ -76,10 +80,8 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ):
         model.bind_target(target)
-        for table in (model.embed_tokens, model.lm_head):
-            if table is not None:
-                table.requires_grad_(False)
-        self.target = target
+        _declare_trainable(model, args)
+        self.target = target.eval()  # dropout, of an adapter for one, would make it another teacher
         self.draft = model
         self.data_names = data_names or []
         # A draft that was trained before: its runs are part of what it is.
@@ -101,6 +103,8 @@ class DSparkTrainer(Trainer):
         )
         self.add_callback(_EpochOfAnchors(self.train_dataset))
         self._kept_states = None if args.target_states is None else StateFolder(args.target_states, model)
+        # A head that was trained says nothing about the target, whatever it says about the draft.
+        self._head_is_targets = self._kept_states is not None and _head_is_targets(model)
         self._meters = _Meters(num_slots)
         self._eval_meters = _Meters(num_slots)
         longest = max((len(ids) for ids, _ in self.train_dataset.samples), default=0) if self.train_dataset else 0
@@ -148,11 +152,25 @@ class DSparkTrainer(Trainer):
         """Σ w_k over all micro-batches and ranks: the one denominator of the three losses."""
         if not batch_samples:
             return None
+        self._drop_repeats(batch_samples[-1])
         weight = torch.stack([batch["slot_weight"] for batch in batch_samples]).sum().to(device)
         slots = torch.stack([batch["slots"].sum() for batch in batch_samples]).sum().to(weight)  # exact below 2^24
         total, slots = self.accelerator.reduce(torch.stack([weight, slots]), reduction="sum")
         self._slots = self._slots.to(device) + slots.long()
         return total
+
+    def _drop_repeats(self, batch: dict[str, torch.Tensor]) -> None:
+        """Takes the slots from samples with which accelerate filled up the last batch of several processes.
+
+        Without this, an epoch whose last batch is not full would train on some samples twice, and count them twice.
+        """
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return
+        slots = batch["slots"]
+        real = state.remainder - self.accelerator.process_index * len(slots)
+        slots[max(real, 0) :] = False
+        batch["slot_weight"] = (slots * self.data_collator.weights.to(slots.device)).sum()
 
     def compute_loss(
         self,
@@ -163,14 +181,10 @@ class DSparkTrainer(Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, ObjectiveOutput]:
         """The three losses over the batch, with the target's forward in front."""
         teacher = self._teacher(inputs["input_ids"], inputs["attention_mask"])
-        output = model(
-            features=teacher.features,
-            input_ids=inputs["input_ids"],
-            anchor_positions=inputs["anchors"],
-            attention_mask=inputs["attention_mask"],
-        )
-        with self.accelerator.autocast():
-            result = dspark_objective(
+        denominator = inputs["slot_weight"] if num_items_in_batch is None else num_items_in_batch
+
+        def objective(output: DSparkDraftOutput) -> ObjectiveOutput:
+            return dspark_objective(
                 self.draft,
                 output,
                 teacher.states,
@@ -178,12 +192,22 @@ class DSparkTrainer(Trainer):
                 inputs["anchors"],
                 inputs["slots"],
                 self.data_collator.weights,
-                inputs["slot_weight"] if num_items_in_batch is None else num_items_in_batch,
+                denominator,
                 self.args.alpha_ce,
                 self.args.alpha_tv,
                 self.args.alpha_conf,
                 teacher.log_total,
                 teacher.top,
+            )
+
+        with self.accelerator.autocast():
+            result = model(
+                features=teacher.features,
+                input_ids=inputs["input_ids"],
+                anchor_positions=inputs["anchors"],
+                attention_mask=inputs["attention_mask"],
+                detach_confidence=self.args.detach_confidence,
+                objective=objective,
             )
         (self._meters if model.training else self._eval_meters).add(result)
         # Gradients are averaged over ranks, the denominator is already global.
@@ -192,7 +216,8 @@ class DSparkTrainer(Trainer):
 
     def _teacher(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> TeacherStates:
         if self._kept_states is not None:
-            return self._kept_states(input_ids, attention_mask)
+            kept = self._kept_states(input_ids, attention_mask)
+            return kept if self._head_is_targets else TeacherStates(kept.features, kept.states)
         layer_ids = self.draft.config.target_layer_ids
         states = teacher_forward(self.target, layer_ids, input_ids, attention_mask)
         return TeacherStates(*(part.to(input_ids.device) for part in states))
@@ -218,15 +243,22 @@ class DSparkTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Loss only: the acceptance metrics are summed beside it."""
+        inputs = self._prepare_inputs(inputs)
+        self._drop_repeats(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = cast(torch.Tensor, self.compute_loss(model, self._prepare_inputs(inputs)))
+            loss = cast(torch.Tensor, self.compute_loss(model, inputs))
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Adds expected accepted length and acceptance by position, when sampling and when greedy."""
+        """Adds expected accepted length and acceptance by position, when sampling and when greedy.
+
+        The loss is that of all slots under one denominator, as in training, not a mean over batches.
+        """
         self._eval_meters.reset()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self._eval_meters.summary(self.accelerator)
+        factors = {"ce": self.args.alpha_ce, "l1": self.args.alpha_tv, "confidence": self.args.alpha_conf}
+        metrics["loss"] = sum(factor * metrics[f"{name}_loss"] for name, factor in factors.items())
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -410,6 +442,40 @@ class _Meters:
                 out[f"acceptance_{mode}_{k}"] = value
         out["slots"] = sums["slots"].sum().item()
         return out
+
+
+def _declare_trainable(draft: DSparkDraftModel, args: DSparkTrainingArguments) -> None:
+    """Freezes what `args` does not train."""
+    if args.train_head and draft.lm_head is None:
+        raise DSparkConfigError(
+            "train_head is set, but this draft has the target's own output head, which never changes. A draft owns one "
+            "with draft_vocab_size below vocab_size."
+        )
+    if args.trainable == "confidence_head":
+        if draft.confidence_head is None:
+            raise DSparkConfigError("trainable is 'confidence_head', but this draft has none (enable_confidence_head).")
+        draft.requires_grad_(False)
+        draft.confidence_head.requires_grad_(True)
+        return
+    if draft.embed_tokens is not None:
+        draft.embed_tokens.requires_grad_(False)
+    if draft.lm_head is not None:
+        draft.lm_head.requires_grad_(args.train_head)
+    if draft.confidence_head is not None and args.alpha_conf == 0:
+        draft.confidence_head.requires_grad_(False)
+
+
+@torch.no_grad()
+def _head_is_targets(draft: DSparkDraftModel) -> bool:
+    """Whether the rows of the draft's own head are the target's, by some of their columns."""
+    if draft.lm_head is None:
+        return True
+    weight = draft.lm_head.weight
+    columns = torch.linspace(0, weight.shape[1] - 1, min(_CHECKED_COLUMNS, weight.shape[1])).long()
+    units = torch.eye(weight.shape[1], dtype=draft.target.dtype)[columns]
+    theirs = head_logits(draft.target, units).to(weight)  # [C, V]: through the module, so that a quantised head answers
+    kept = draft.draft_token_ids
+    return torch.equal(theirs if kept is None else theirs[:, kept], weight[:, columns.to(weight.device)].T)
 
 
 @torch.no_grad()
