@@ -59,7 +59,9 @@ def main() -> None:
         return
     result = measure(args)
     if args.json:
-        Path(args.json).write_text(json.dumps({"arguments": vars(args), "torch": torch.__version__, **result}, indent=1))
+        Path(args.json).write_text(
+            json.dumps({"arguments": vars(args), "torch": torch.__version__, **result}, indent=1)
+        )
 
 
 class Work:

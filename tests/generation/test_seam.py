@@ -134,7 +134,6 @@ REFUSED = {
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, DSparkGenerationError, "prompt_lookup_num_tokens=3"),
     "early exit": ({"assistant_early_exit": 2}, DSparkGenerationError, "assistant_early_exit=2"),
     "mtp": ({"use_mtp": True}, DSparkGenerationError, "use_mtp=True"),
-    "two texts": ({"num_return_sequences": 2, "do_sample": True}, ValueError, "num_return_sequences has to be 1"),
     "length": ({"num_assistant_tokens": -1}, DSparkGenerationError, "num_assistant_tokens is -1"),
     "threshold": ({"assistant_confidence_threshold": 1.5}, DSparkGenerationError, "threshold is 1.5"),
 }
@@ -157,11 +156,6 @@ def test_threshold_without_a_confidence_head(llama):
     draft = tiny_draft(llama, enable_confidence_head=False)
     with pytest.raises(DSparkGenerationError, match="no confidence head"):
         llama.generate(PROMPT, assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
-
-
-def test_batches_get_the_hosts_message(llama):
-    with pytest.raises(ValueError, match="assisted generate is only supported for batch_size = 1"):
-        llama.generate(PROMPT.repeat(2, 1), assistant_model=tiny_draft(llama), **GREEDY)
 
 
 def test_recurrent_target(llama):

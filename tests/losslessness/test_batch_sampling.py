@@ -136,7 +136,7 @@ def test_biased_verification_is_rejected(target, monkeypatch, verifier):
     monkeypatch.setattr(committing, "verify_sampled", verifier)
     draft = scheduled(target)
     draft.scheduler = None
-    assert p_value(target, draft, WARPERS["no warper"], NEIGHBOURS["short"]) < ALPHA
+    assert p_value(target, draft, WARPERS["no warper"], NEIGHBOURS["short"], 2 * CALLS) < ALPHA
 
 
 def test_a_schedule_that_looks_at_the_drafts_is_rejected(target, monkeypatch):
