@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -166,7 +167,9 @@ def build_trainer(
     records = load_records(model_args.data, model_args.dataset_split)  # first: it is the cheapest thing to get wrong
     device = model_args.target_device or str(args.device)
     options = argparse.Namespace(dtype=model_args.target_dtype, device=device, threads=None)
-    with args.main_process_first(desc="target"), progress_line(args.process_index == 0) as report:
+    # One process downloads, and the others find it in the cache; but shards are loaded by all at once.
+    first = contextlib.nullcontext() if model_args.shard_target else args.main_process_first(desc="target")
+    with first, progress_line(args.process_index == 0) as report:
         target, tokenizer = load_target(
             model_args.target,
             options,
