@@ -73,7 +73,6 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "features"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Qwen3DraftLayer", "Gemma4DraftLayer"]
     _supports_sdpa = True
     layers: Any  # an `nn.ModuleList` of draft layers, whose elements torch types as plain modules
 
@@ -99,6 +98,7 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = draft_norm(config)
         self.layers = nn.ModuleList(draft_layer(config) for _ in range(config.num_hidden_layers))
+        self._no_split_modules = [type(self.layers[0]).__name__]  # FSDP refuses a name that the model does not have
         self.norm = draft_norm(config)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_lm_head else None

@@ -49,20 +49,130 @@ def test_it_learns_and_reports(tmp_path):
     assert all(math.isfinite(entry["loss"]) for entry in logged)
 
 
-def test_what_changes_is_what_is_declared(tmp_path):
+DECLARED = {
+    "all": ({}, set()),
+    "its own head": ({"train_head": True}, {"lm_head.weight"}),
+    "without confidence loss": ({"alpha_conf": 0.0}, set()),
+    "confidence detached": ({"detach_confidence": True}, set()),
+    "the confidence head alone": ({"trainable": "confidence_head"}, set()),
+    "the confidence head alone, without the other losses": (
+        {"trainable": "confidence_head", "alpha_ce": 0.0, "alpha_tv": 0.0},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLARED)
+def test_what_changes_is_what_is_declared(tmp_path, case):
+    settings, also = DECLARED[case]
     target = tiny_target()
     frozen = copy.deepcopy(target.state_dict())
-    kept = torch.arange(0, 48, 1)[:44]
-    draft = tiny_draft(target, draft_token_ids=kept)
-    trainer = trainer_for(tmp_path, draft=draft, target=target)
+    draft = tiny_draft(target, draft_token_ids=torch.arange(44))
+    trainer = trainer_for(tmp_path, draft=draft, target=target, **settings)
     declared = {name for name, p in draft.named_parameters() if p.requires_grad}
+    confidence = {name for name in weights(draft) if name.startswith("confidence_head.")}
+    rest = {name for name in weights(draft) if name not in confidence | {"lm_head.weight", "d2t"}}
+    if "trainable" in settings:
+        rest = set()
+    assert declared == rest | also | (confidence if settings.get("alpha_conf") != 0 else set())
     before = weights(draft)
     trainer.train()
     changed = {name for name, value in weights(draft).items() if not torch.equal(value, before[name])}
-    assert changed == declared and "lm_head.weight" not in declared and "d2t" not in changed
+    assert changed == declared
     assert all(torch.equal(value, frozen[name]) for name, value in target.state_dict().items())
     assert all(p.grad is None for p in target.parameters())
     assert "training_max_length" in draft.config.to_dict() and draft.config.training_max_length > 14
+
+
+def test_a_detached_confidence_head_changes_nothing_else(tmp_path):
+    """The rest trains as it does without any confidence loss. The same start in all three, in place of clipping."""
+
+    def trained(**settings):
+        trainer = trainer_for(tmp_path, max_steps=3, max_grad_norm=0.0, **settings)
+        trainer.train()
+        return {n: v for n, v in weights(trainer.draft).items() if not n.startswith("confidence_head.")}
+
+    without, detached, coupled = trained(alpha_conf=0.0), trained(detach_confidence=True), trained()
+    assert all(torch.equal(detached[name], value) for name, value in without.items())
+    assert not torch.equal(coupled["fc.weight"], without["fc.weight"])
+
+
+def test_what_cannot_train_is_refused(tmp_path):
+    for settings, words in (
+        ({"train_head": True}, "draft_vocab_size"),
+        ({"trainable": "confidence_head", "alpha_conf": 0.0}, "alpha_conf is 0"),
+        ({"trainable": "confidence_head", "train_head": True}, "train_head"),
+        ({"trainable": "confidence_head", "muon_learning_rate": 0.02}, "muon_learning_rate"),
+        ({"alpha_ce": 0.0, "alpha_tv": 0.0}, "confidence_head"),
+        ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "persistent"),
+    ):
+        with pytest.raises(DSparkConfigError, match=words):
+            trainer_for(tmp_path, **settings)
+    target = tiny_target()
+    with pytest.raises(DSparkConfigError, match="has none"):
+        headless = tiny_draft(target, enable_confidence_head=False)
+        trainer_for(tmp_path, draft=headless, target=target, trainable="confidence_head")
+
+
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"dataloader_num_workers": 1}])
+def test_what_changes_no_number(tmp_path, settings):
+    drafts = []
+    for extra in ({}, settings):
+        trainer = trainer_for(tmp_path, max_steps=8, **extra)
+        trainer.train()
+        drafts.append(weights(trainer.draft))
+    for name, value in drafts[0].items():
+        torch.testing.assert_close(drafts[1][name], value, msg=name)
+
+
+def test_bf16_autocast_learns_the_same(tmp_path):
+    losses = []
+    for bf16 in (False, True):
+        trainer = trainer_for(tmp_path, bf16=bf16, num_train_epochs=20)
+        trainer.train()
+        losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
+        assert {p.dtype for p in trainer.draft.parameters()} == {torch.float32}
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_the_target_does_not_drop_out(tmp_path):
+    """A target that comes in training mode, as one does from adding an adapter, is no teacher with noise."""
+    losses = []
+    for mode in (False, True):
+        target = tiny_target()
+        target.config.attention_dropout = 0.5
+        for layer in target.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        trainer = trainer_for(tmp_path, target=target.train(mode), max_steps=2)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[0] == losses[1]
+
+
+def test_evaluation_does_not_depend_on_the_batch(tmp_path):
+    """One denominator over all held-out slots: answers of different lengths, in batches of 1, 2 and 5."""
+    data = [{"prompt": "w1", "response": " ".join(f"w{j + 2}" for j in range(n))} for n in (3, 4, 14, 20, 5)]
+    results = []
+    for batch in (1, 2, 5):
+        trainer = trainer_for(tmp_path, eval_data=data, per_device_eval_batch_size=batch)
+        results.append(trainer.evaluate())
+    for other in results[1:]:
+        for name in ("eval_loss", "eval_acceptance_sample_3", "eval_accepted_length_greedy", "eval_slots"):
+            assert other[name] == pytest.approx(results[0][name], rel=1e-5), name
+
+
+def test_a_head_that_was_trained_is_no_teacher(tmp_path):
+    """With kept states and a reduced vocabulary, the draft's own rows stand in for the target's: only when they are."""
+    target = tiny_target()
+    kept = torch.arange(24) + 8
+    changed = tiny_draft(target, draft_token_ids=kept)
+    changed.lm_head.weight.data.mul_(1.5)
+    results = []
+    for folder in (None, str(tmp_path / "states")):
+        trainer = trainer_for(tmp_path, draft=changed, target=target, eval_data=records(4), target_states=folder)
+        results.append(trainer.evaluate())
+    for name in ("eval_loss", "eval_acceptance_greedy_1"):
+        assert results[1][name] == pytest.approx(results[0][name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("weight", ["alpha_ce", "alpha_tv", "alpha_conf"])
@@ -73,6 +183,8 @@ def test_each_part_can_be_switched_off(tmp_path, weight):
     confident = {name for name in before if name.startswith("confidence_head")}
     changed = {name for name, value in weights(trainer.draft).items() if not torch.equal(value, before[name])}
     assert (confident <= changed) == (weight != "alpha_conf")
+    declared = {name for name, parameter in trainer.draft.named_parameters() if parameter.requires_grad}
+    assert changed == declared
     assert "fc.weight" in changed
 
 

@@ -80,16 +80,19 @@ def block_attention(
         )  # [B, heads, γ, hd]
         return out.transpose(1, 2).reshape(batch, 1, block_size, heads * head_dim)
     query, context_key, block_key = (t.to(context_value.dtype) for t in (query * scaling, context_key, block_key))
+    sizes = [end - start for start, end, _ in mask.groups]
+    per_block = (query, block_key, block_value, mask.visible)
     outs = []
-    for start, end, length in mask.groups:
+    for (_, _, length), parts in zip(mask.groups, zip(*(t.split(sizes, dim=1) for t in per_block))):
+        group_query, group_key, group_value, visible = parts
         outs.append(
             _grouped_attention(
-                query[:, start:end],
+                group_query,
                 context_key[:, :, :length],
                 context_value[:, :, :length],
-                block_key[:, start:end],
-                block_value[:, start:end],
-                mask.visible[:, start:end, :length],
+                group_key,
+                group_value,
+                visible[:, :, :length],
             )
         )
     return torch.cat(outs, dim=1)
