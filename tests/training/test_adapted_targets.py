@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from test_trainer import TEMPLATE, records, trainer_for, weights
 from tiny_pair import save_pair, tiny_draft, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -14,8 +15,6 @@ from hf_dspark.cli import main
 from hf_dspark.errors import DSparkDependencyError
 from hf_dspark.training import DSparkTrainer
 from hf_dspark.training.objective import teacher_forward
-
-from test_trainer import TEMPLATE, records, trainer_for, weights
 
 PROMPT = torch.tensor([[3, 4, 5, 6]])
 

@@ -138,6 +138,8 @@ def load_target(
     from ..errors import DSparkDependencyError, DSparkTargetError
     from ..hub_errors import HUB_FAILURES, explain
 
+    if quantization is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise DSparkDependencyError(f"Quantising to {quantization} needs: pip install 'hf-dspark[quantized]'.")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     refuse_missing_folder(name)
@@ -152,8 +154,6 @@ def load_target(
         # The tokenizer before the big one, so that what is missing shows at once.
         tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
         if quantization is not None:
-            if importlib.util.find_spec("bitsandbytes") is None:
-                raise DSparkDependencyError(f"Quantising to {quantization} needs: pip install 'hf-dspark[quantized]'.")
             kwargs["quantization_config"] = BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=_compute_dtype(args.dtype)
             )

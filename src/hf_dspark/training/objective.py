@@ -350,6 +350,11 @@ def _slots(
     return ce, l1, agrees
 
 
+def input_device(target: PreTrainedModel, default: torch.device) -> torch.device:
+    """Where the target takes its inputs; `default` where its weights are offloaded, and brought in by hooks."""
+    return default if target.device.type == "meta" else target.device
+
+
 def teacher_forward(
     target: PreTrainedModel, layer_ids: list[int], input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -364,10 +369,11 @@ def teacher_forward(
         Features [B, T, L·Ht] and the normed last hidden state [B, T, Ht].
     """
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    device = input_device(target, input_ids.device)
     with torch.no_grad():
         states = target(
-            input_ids=input_ids.to(target.device),
-            attention_mask=attention_mask.to(target.device),
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
             output_hidden_states=[*(i + 1 for i in layer_ids), depth],
             logits_to_keep=1,
             use_cache=False,

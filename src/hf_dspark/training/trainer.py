@@ -23,7 +23,7 @@ from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput, head_logits
 from .arguments import DSparkTrainingArguments
 from .data import DSparkCollator, DSparkDataset
 from .facts import describe_run, read_runs, write_runs
-from .objective import ObjectiveOutput, dspark_objective, teacher_forward
+from .objective import ObjectiveOutput, dspark_objective, input_device, teacher_forward
 from .optimizer import MuonAdamW, split_parameters
 from .states import StateFolder, TeacherStates
 
@@ -486,7 +486,7 @@ def _check_head_map(draft: DSparkDraftModel, target: PreTrainedModel, input_ids:
     towards another distribution, and nothing would say so.
     """
     _, states = teacher_forward(target, draft.config.target_layer_ids, input_ids, torch.ones_like(input_ids))
-    theirs = target(input_ids.to(target.device), logits_to_keep=1).logits[:, -1].float()
+    theirs = target(input_ids.to(input_device(target, input_ids.device)), logits_to_keep=1).logits[:, -1].float()
     ours = draft.scale_and_cap(head_logits(target, states[:, -1])).to(theirs.device).float()
     error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
     if error > _HEAD_TOLERANCE:
@@ -503,7 +503,9 @@ def _check_data(target: PreTrainedModel, samples: list[dict[str, torch.Tensor]])
     """Refuses text that the target finds less likely than ids drawn at random: another tokenizer's, as a rule."""
     losses = []
     for sample in samples:
-        logits = target(sample["input_ids"][None].to(target.device)).logits[0, :-1].float().cpu()
+        logits = (
+            target(sample["input_ids"][None].to(input_device(target, torch.device("cpu")))).logits[0, :-1].float().cpu()
+        )
         kept = sample["loss_mask"][1:].bool()
         losses.append(cross_entropy(logits[kept], sample["input_ids"][1:][kept]))
     loss, random = torch.stack(losses).mean().item(), math.log(target.config.get_text_config().vocab_size)
