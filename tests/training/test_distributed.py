@@ -39,7 +39,7 @@ export_dtype: float32
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
 TORCHRUN += ["--nproc-per-node", "2"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 # accelerate uses FSDP on accelerators only; on CPUs it falls back to DDP and says nothing. This opens that one gate,
 # and everything behind it is real: accelerate's wrapping, the Trainer's checkpoints, torch's sharding.
@@ -117,7 +117,9 @@ def same(first: Path, second: Path) -> None:
     expected, got = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert set(got) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            got[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     logs = [json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (first, second)]
     assert len(logs[0]) == len(logs[1])
     for a, b in zip(*logs):
