@@ -26,8 +26,10 @@ def a_draft(scheduler="auto", throughput=None, confidence_head=None, round_times
     )
 
 
-def play(pacer, tokens, acceptance, noise=0.0, seed=0, draft_seconds=DRAFT, row=ROW, plain=PLAIN):
+def play(pacer, tokens, acceptance, noise=0.0, seed=0, draft_seconds=DRAFT, row=ROW, plain=PLAIN, slowness=None):
     """Plays rounds until `tokens` tokens are there. `acceptance(token, random)` gives the accepted drafts of a round.
+
+    `slowness(seconds)` is how many times slower the machine is after so many seconds.
 
     Returns the seconds used, the number of tokens, and the reasons of all rounds.
     """
@@ -42,6 +44,8 @@ def play(pacer, tokens, acceptance, noise=0.0, seed=0, draft_seconds=DRAFT, row=
             return value * (1 + noise * chance.random() + (5 * noise if chance.random() < 0.05 else 0))
 
         spent = busy(draft_seconds) if plan.drafting else 1e-6, busy(plain + row * (rows - 1))
+        if slowness is not None:
+            spent = tuple(value * slowness(seconds) for value in spent)
         pacer.record(plan, BLOCK, rows, accepted + 1, *spent, [])
         done, seconds = done + accepted + 1, seconds + sum(spent)
         reasons.append(plan.reason or "full block")
@@ -74,6 +78,26 @@ def test_a_useless_draft_costs_three_percent_at_most(noise):
         ratios.append(seconds / (done * usual))
         assert reasons.count(PAUSED) > 180
     assert sum(ratios) / len(ratios) < 1.03
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("phase", [1.0, 4.0, 15.0])
+def test_a_machine_whose_speed_swings(phase, noise):
+    def slowness(seconds):
+        return 1.25 if seconds // phase % 2 else 1.0
+
+    steady = swinging = useless = 0
+    for seed in range(10):
+        times, lone = RoundTimes(), RoundTimes()
+        for text in range(8):  # what rounds cost outlives a text
+            seeds = 100 * seed + text
+            steady += play(Pacer(a_draft(round_times=lone), None, 0), 250, geometric(0.36), noise, seeds)[2].count(PAUSED)
+            pacer = Pacer(a_draft(round_times=times), None, 0)
+            swinging += play(pacer, 250, geometric(0.36), noise, seeds, slowness=slowness)[2].count(PAUSED)
+        _, _, reasons = play(Pacer(a_draft(round_times=times), None, 0), 250, never, noise, seed, slowness=slowness)
+        useless += reasons.count(PAUSED)
+    assert swinging < steady + 0.05 * 10 * 8 * 250
+    assert useless > 10 * 180
 
 
 @pytest.mark.parametrize("p", [0.36, 0.5, 0.7])

@@ -21,14 +21,15 @@ from .profiling import load_cached_profile
 # The pause rule keeps an account in plain steps: every drafted round books the time it saved or lost. It is a CUSUM
 # test: whatever came before, a loss of _CREDIT in a row of rounds ends the drafting. The numbers weigh what a useless
 # draft costs against what pauses by bad luck cost a useful one (docs/LOG.md).
-_CREDIT = 4.0  # the most the account holds
-_START = 2.5  # what a call starts with: less, because nothing is known of the draft and the text yet
+_CREDIT = 3.0  # the most the account holds
+_START = 2.0  # what a call starts with: less, because nothing is known of the draft and the text yet
 _PROBE_CREDIT = 0.45  # after a pause: two rounds in vain with a draft that costs a quarter of a step
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64  # rounds; doubled from pause to pause, the shortest again once it pays
 _REFRESH = 64  # drafted rounds after which the plain step is timed again
 _TIMED = 3  # plain steps that make a median
 _SHORT = 7  # 2^7 tokens and fewer are one context length
 _NEWEST = 24  # times that are kept of each kind
+_PACE = 5  # newest rounds that tell how fast the machine is now
 _PAST = 32  # earlier rounds whose confidences the lagged policy sees
 _OUTLIER = 2.0  # a round books at most so many times its usual seconds: the machine was busy, not the draft slow
 
@@ -42,8 +43,12 @@ class RoundTimes:
     """What rounds cost, by wall time at the point where a round waits for the device anyway.
 
     Kept apart by context length and by number of requests, both in powers of two: a plain step timed at the end of a
-    long text, or of a full pool, says little about the beginning of the next one. The newest times count, because
-    machines drift. With several requests, token counts are rounded to steps of a tenth, or none would come up twice.
+    long text, or of a full pool, says little about the beginning of the next one. With several requests, token counts are
+    rounded to steps of a tenth, or none would come up twice.
+
+    Machines are fast and slow in turn (clocks, neighbours), and a plain step is timed rarely: one from a fast minute would
+    make every drafted round of a slow one look like a loss. So all times are kept at the pace of the first ones, and
+    `pace` says how many times slower the newest rounds of any kind were than rounds of their kind usually are.
 
     Attributes:
         base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`). It is of one
@@ -54,6 +59,7 @@ class RoundTimes:
         self._verify: dict[tuple[int, int], CurveLearner] = {}
         self._plain: Counter[tuple[int, int]] = Counter()
         self._draft: dict[int, deque[float]] = {}
+        self._paces: deque[float] = deque(maxlen=_PACE)
         self.base = base
 
     def verify(self, context_tokens: int, requests: int = 1) -> CurveLearner:
@@ -72,11 +78,23 @@ class RoundTimes:
         requests: int = 1,
     ) -> None:
         """Notes one round."""
-        self.verify(context_tokens, requests).add(tokens if requests == 1 else _rounded(tokens), verify_seconds)
+        verify = self.verify(context_tokens, requests)
+        draft = self._draft.setdefault(requests.bit_length(), deque(maxlen=_NEWEST))
+        kind = tokens if requests == 1 else _rounded(tokens)
+        # Only where rounds of this very kind were timed: what a profile or a neighbour says may be wrong, not the pace.
+        if verify.count(kind) >= _TIMED and (not drafted or len(draft) >= _TIMED):
+            usual = verify.medians()[kind] + (statistics.median(draft) if drafted else 0.0)
+            self._paces.append((draft_seconds + verify_seconds) / usual)
+        verify.add(kind, verify_seconds / self.pace)
         if tokens == requests:
             self._plain[_bucket(context_tokens, requests)] += 1
         if drafted and draft_seconds > 0:
-            self._draft.setdefault(requests.bit_length(), deque(maxlen=_NEWEST)).append(draft_seconds)
+            draft.append(draft_seconds / self.pace)
+
+    @property
+    def pace(self) -> float:
+        """How many times slower than usual the machine is now."""
+        return statistics.median(self._paces) if self._paces else 1.0
 
     def knows_plain_step(self, context_tokens: int, requests: int = 1) -> bool:
         """Whether forwards on one token per request were timed. A profile does not stand for that: what it was measured
@@ -236,7 +254,7 @@ class Pacer:
             self.past.append(drafted)
         if self.frozen is None:
             self.times.add(before, tokens, draft_seconds, verify_seconds, plan.drafting, requests)
-            seconds = draft_seconds + verify_seconds
+            seconds = (draft_seconds + verify_seconds) / self.times.pace
         else:
             seconds = self.frozen.seconds_per_step(tokens) + (self.frozen_draft_seconds if plan.drafting else 0.0)
         if not plan.drafting:
