@@ -91,7 +91,9 @@ def test_a_machine_whose_speed_swings(phase, noise):
         times, lone = RoundTimes(), RoundTimes()
         for text in range(8):  # what rounds cost outlives a text
             seeds = 100 * seed + text
-            steady += play(Pacer(a_draft(round_times=lone), None, 0), 250, geometric(0.36), noise, seeds)[2].count(PAUSED)
+            steady += play(Pacer(a_draft(round_times=lone), None, 0), 250, geometric(0.36), noise, seeds)[2].count(
+                PAUSED
+            )
             pacer = Pacer(a_draft(round_times=times), None, 0)
             swinging += play(pacer, 250, geometric(0.36), noise, seeds, slowness=slowness)[2].count(PAUSED)
         _, _, reasons = play(Pacer(a_draft(round_times=times), None, 0), 250, never, noise, seed, slowness=slowness)

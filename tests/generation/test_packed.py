@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import hf_dspark.generation.packed as packed
 from hf_dspark.errors import DSparkTargetError
-from hf_dspark.generation.packed import PackedCache, attend, packed_forward, prove_packable
+from hf_dspark.generation.packed import PackedCache, PackedTable, attend, packed_forward, prove_packable
 from hf_dspark.generation.seam import TransformersHost
 
 
@@ -22,7 +22,7 @@ def states(count, seed=0, heads=2):
 def add(cache, rows, counts, seed=0):
     key, value = states(sum(counts), seed), states(sum(counts), seed + 1)
     cache.begin(rows, counts)
-    out = cache.update(key, value, 0)
+    out = tuple(s.rows({}) if isinstance(s, PackedTable) else s for s in cache.update(key, value, 0))
     cache.end()
     return key, value, out
 
@@ -106,6 +106,28 @@ def test_same_logits_as_single_rows(build):
     for row, (text, n) in enumerate(zip(texts, counts)):
         alone = target(text[None, : len(text) - 4 + n]).logits[0]
         torch.testing.assert_close(torch.cat([part[row] for part in parts]), alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0, 3], [3, 1]])
+@torch.no_grad()
+def test_rows_side_by_side(rows, monkeypatch):
+    """One call for all rows, some of the cache's rows left out, whatever their keys are."""
+    target = tiny_llama()
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [7], [8, 9, 1, 2]]
+    cache = PackedCache(4)
+    add_prompts(target, cache, prompts)
+    for table in (*cache._keys.values(), *cache._values.values()):
+        for absent in set(range(4)) - set(rows):
+            table[absent] = torch.nan
+    monkeypatch.setattr(packed, "_attend_row", None)
+    tokens = {0: [5], 1: [6, 7, 8], 2: [9, 1, 2, 3, 4], 3: [4, 4]}
+    counts = [len(tokens[r]) for r in rows]
+    positions = torch.cat([torch.arange(len(prompts[r]), len(prompts[r]) + n) for r, n in zip(rows, counts)])
+    with TransformersHost(target).packed():
+        out = packed_forward(target, cache, rows, counts, positions, torch.tensor([t for r in rows for t in tokens[r]]))
+    for row, logits in zip(rows, out.logits[0].split(counts)):
+        alone = target(torch.tensor([prompts[row] + tokens[row]])).logits[0, len(prompts[row]) :]
+        torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

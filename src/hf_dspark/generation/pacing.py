@@ -43,12 +43,12 @@ class RoundTimes:
     """What rounds cost, by wall time at the point where a round waits for the device anyway.
 
     Kept apart by context length and by number of requests, both in powers of two: a plain step timed at the end of a
-    long text, or of a full pool, says little about the beginning of the next one. With several requests, token counts are
-    rounded to steps of a tenth, or none would come up twice.
+    long text, or of a full pool, says little about the beginning of the next one. With several requests, token counts
+    are rounded to steps of a tenth, or none would come up twice.
 
-    Machines are fast and slow in turn (clocks, neighbours), and a plain step is timed rarely: one from a fast minute would
-    make every drafted round of a slow one look like a loss. So all times are kept at the pace of the first ones, and
-    `pace` says how many times slower the newest rounds of any kind were than rounds of their kind usually are.
+    Machines are fast and slow in turn (clocks, neighbours), and a plain step is timed rarely: one from a fast minute
+    would make every drafted round of a slow one look like a loss. So all times are kept at the pace of the first ones,
+    and `pace` says how many times slower the newest rounds of any kind were than rounds of their kind usually are.
 
     Attributes:
         base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`). It is of one
