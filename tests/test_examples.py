@@ -67,3 +67,10 @@ def test_push(own):
 def test_generate_with_the_draft_that_ships():
     printed = run("generate.py", "--max-new-tokens", "24")
     assert "24 tokens in" in printed and "drafts accepted" in printed
+
+
+@pytest.mark.real
+def test_a_batch_with_the_draft_that_ships():
+    printed = run("batch.py", "Why is the sky blue?", "Say hello.", "--max-new-tokens", "24")
+    assert printed.count("> Why is the sky blue?") == 2 and printed.count("> Say hello.") == 2
+    assert printed.count("accepted length") == 2

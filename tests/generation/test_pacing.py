@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_dspark import PrefixScheduler, ThroughputCurve
 from hf_dspark.generation.pacing import LEARNING, NO_CONFIDENCE, PAUSED, TIMING, Pacer, RoundTimes
@@ -231,3 +232,28 @@ def test_lagged_lengths_come_from_earlier_rounds():
         plans.append(pacer.plan(BLOCK))
         pacer.record(plans[-1], BLOCK, 1, 1, 0, 0, [])
     assert [plan.drafting for plan in plans].count(True) == 1  # one probe in four, the others are not even drafted
+
+
+def test_many_requests_need_less_evidence():
+    """A useless draft for 16 requests is paused after a round or two; what all texts do is no bad luck."""
+    pacer = Pacer(a_draft(), None, 0, packed=True)
+    reasons = []
+    for _ in range(40):
+        plan = pacer.plan(BLOCK, 16)
+        seconds = (2 * DRAFT, PLAIN + 32 * ROW) if plan.drafting else (1e-6, PLAIN)
+        pacer.record(plan, BLOCK, 48 if plan.drafting else 16, 16, *seconds, [], requests=16)
+        reasons.append(plan.reason)
+    drafted = [reason for reason in reasons if reason not in (PAUSED, TIMING)]
+    assert len(drafted) <= 6  # three of them while plain steps were timed
+    assert reasons.count(PAUSED) > 30
+
+
+def test_many_requests_learn_with_short_blocks():
+    with_head = Pacer(a_draft(confidence_head=object()), None, 0, packed=True)
+    plan = with_head.plan(BLOCK, 3)
+    assert plan.reason == LEARNING and plan.keep == 2
+    lengths, reason = with_head.decider(plan)(torch.rand(3, BLOCK))
+    assert lengths.tolist() == [2, 2, 2] and reason == LEARNING
+    assert with_head.decider(plan)(torch.rand(3, 1)).lengths.tolist() == [1, 1, 1]
+    without = Pacer(a_draft(), None, 0, packed=True)
+    assert without.plan(BLOCK, 3).keep is None and without.decider(without.plan(BLOCK, 3)) is None

@@ -7,7 +7,6 @@ then each row commits on its own, as a single row does (`committing.py`). Rows f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -181,8 +180,7 @@ class BatchDecodingLoop:
         limit = max(generator.limit if q.budget is None else min(generator.limit, q.budget) for q in requests)
         plan = self.pacer.plan(limit, len(active))
         if plan.drafting:
-            decide = None if plan.curve is None else partial(self.pacer.schedule, curve=plan.curve)
-            blocks = generator.propose_rows(requests, plan.reason or "full block", decide)
+            blocks = generator.propose_rows(requests, plan.reason or "full block", self.pacer.decider(plan))
         else:
             blocks = [generator.empty_block(request.ids, plan.reason or "") for request in requests]
         drafted = perf_counter()

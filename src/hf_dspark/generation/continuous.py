@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -154,8 +153,7 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
         prefill = sum(len(state.remaining_prefill_tokens) for state in active.values())
         prefill += sum(len(state.remaining_prefill_tokens) for state in self.scheduler.waiting_requests.values())
         other = min(prefill, max(self.max_batch_tokens - len(decoding), 0))
-        curve = self._plan.curve
-        decide = None if curve is None else partial(self.pacer.schedule, curve=curve, other_rows=other)
+        decide = self.pacer.decider(self._plan, other)
         blocks = self.generator.propose_rows(requests, self._plan.reason or "full block", decide)
         for state, block in zip(waiting, blocks):
             own = self._drafted[state.request_id]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -31,9 +33,10 @@ _SHORT = 7  # 2^7 tokens and fewer are one context length
 _NEWEST = 24  # times that are kept of each kind
 _PACE = 5  # newest rounds that tell how fast the machine is now
 _PAST = 32  # earlier rounds whose confidences the lagged policy sees
+_LEARNT_LENGTH = 2  # drafts of each of many requests while their curve is not known: full blocks of all could be dear
 _OUTLIER = 2.0  # a round books at most so many times its usual seconds: the machine was busy, not the draft slow
 
-LEARNING = "full block (the curve is being learnt)"
+LEARNING = "the curve is being learnt"
 NO_CONFIDENCE = "full block (no confidence head)"
 PAUSED = "paused"
 TIMING = "plain step (timed)"
@@ -188,7 +191,7 @@ class Pacer:
             return RoundPlan(drafting=False, reason=TIMING)
         curve = self._charged_curve(requests)
         if curve is None:
-            return RoundPlan(reason=LEARNING)
+            return RoundPlan(reason=LEARNING, keep=_LEARNT_LENGTH if self.packed and self.has_confidence else None)
         if curve.is_flat(requests, requests * (1 + limit)):
             return RoundPlan(reason=FLAT_FULL)
         if not self.has_confidence:
@@ -200,9 +203,26 @@ class Pacer:
             return RoundPlan(drafting=budget.rows > 0, reason=budget.reason, keep=budget.rows)
         return RoundPlan(walk=self.scheduler.walk(curve, limit))
 
-    def schedule(self, confidences: torch.Tensor, curve: ThroughputCurve, other_rows: int = 0) -> Schedule:
-        """The lengths of many requests: from their confidences [R, γ], the curve of the plan, and the tokens that the
-        forward holds besides."""
+    def decider(self, plan: RoundPlan, other_rows: int = 0) -> Callable[[torch.Tensor], Schedule] | None:
+        """What decides the lengths of many requests, from their confidences [R, γ]; `None`: all blocks are full.
+
+        Args:
+            plan: of the round.
+            other_rows: tokens that its forward holds besides.
+        """
+        if plan.curve is not None:
+            return partial(self._schedule, curve=plan.curve, other_rows=other_rows)
+        if plan.keep is None:
+            return None
+        length, reason = plan.keep, plan.reason or ""
+
+        def same_for_all(confidences: torch.Tensor) -> Schedule:
+            requests, most = confidences.shape
+            return Schedule(torch.full((requests,), min(length, most), dtype=torch.long), reason)
+
+        return same_for_all
+
+    def _schedule(self, confidences: torch.Tensor, curve: ThroughputCurve, other_rows: int) -> Schedule:
         assert self.scheduler is not None  # else no plan has a curve
         return self.scheduler.schedule(
             confidences, curve, list(self.past), round_index=self.rounds, other_rows=other_rows
@@ -288,7 +308,8 @@ class Pacer:
             curve, draft_seconds = measured, self.times.draft_seconds(requests) or 0.0
         plain = curve.seconds_per_step(requests)
         usual = curve.seconds_per_step(tokens) + draft_seconds
-        gain = committed / requests - min(seconds, _OUTLIER * usual) / plain
+        # Chance evens out over many requests: what is left of it falls with the root, and so does the evidence needed.
+        gain = math.sqrt(requests) * (committed / requests - min(seconds, _OUTLIER * usual) / plain)
         if math.isfinite(gain):
             self.credit = min(self.credit + gain, _CREDIT)
         if self.credit >= _START:
