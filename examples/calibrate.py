@@ -1,4 +1,4 @@
-"""Makes a draft model's confidences true, and writes the temperatures into its folder.
+"""Makes a draft model's confidences true, and writes the temperatures and shifts into its folder.
 
     pip install -e ".[train,eval]"
     python examples/calibrate.py                          # the draft of train_your_own.py, which is made if need be
@@ -50,13 +50,20 @@ blocks = [stack(side, draft.config.num_draft_tokens) for side in sides]
 # The command insists on 2,000 blocks to fit on: with fewer, as in this small example, chance has a large part in it.
 calibration = calibrate_blocks("greedy", *blocks, minimum_blocks=min(options.blocks, 2000))
 print(f"fitted on {calibration.fit_blocks} blocks, measured on {calibration.held_out_blocks} others")
-print("position  temperature  error as trained  calibrated  by chance alone")
-for p in calibration.positions:
+print("position  temperature  shift  error as trained  calibrated  by chance alone")
+for p, shift in zip(calibration.positions, calibration.shifts):
     errors = (p.before.ece, p.after.ece, p.after.noise_floor)
-    print(f"{p.position:8}  {p.temperature:11.2f}" + "".join(f"  {100 * error:12.1f} %" for error in errors))
+    print(
+        f"{p.position:8}  {p.temperature:11.2f}  {shift:5.2f}" + "".join(f"  {100 * error:12.1f} %" for error in errors)
+    )
 if calibration.is_worse:
-    print("The temperatures do not help here; nothing was written.")
+    print("They do not help here; nothing was written.")
 else:
-    draft.config.confidence_temperatures = {"greedy": calibration.temperatures}
+    # Those of the other mode, sampling, stay as they are.
+    draft.config.confidence_temperatures = {
+        **(draft.config.confidence_temperatures or {}),
+        "greedy": calibration.temperatures,
+    }
+    draft.config.confidence_shifts = {**(draft.config.confidence_shifts or {}), "greedy": calibration.shifts}
     draft.config.save_pretrained(options.draft)
     print(f"written into {options.draft / 'config.json'}")

@@ -50,6 +50,7 @@ def test_calibrate(own):
     config = json.loads((folder / "draft" / "config.json").read_text())
     temperatures = config.get("confidence_temperatures")
     assert (len(temperatures["greedy"]) == 5) if written else temperatures is None
+    assert (len(config["confidence_shifts"]["greedy"]) == 5) if written else config.get("confidence_shifts") is None
 
 
 def test_push(own):

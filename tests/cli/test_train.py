@@ -208,6 +208,13 @@ def test_a_refusal_is_all_that_stderr_gets(config, target_path, tmp_path):
     assert done.stderr.count("\n") == 1 and "Nothing to supervise" in done.stderr, done.stderr
 
 
+def test_skipped_records_are_counted(train, data, capsys):
+    with open(data, "a") as stream:
+        stream.write('\n{"messages": [{"role": "user", "content": "w5"}]}\n')
+    train()
+    assert "1 of 13 records have nothing to train on and are skipped" in capsys.readouterr().err
+
+
 def test_a_reduced_vocabulary_holds_what_is_supervised_most(train, target_path):
     out = train("--draft_vocab_size", "20")
     draft, target = load(out, target_path, dtype=torch.float32)

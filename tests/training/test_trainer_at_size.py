@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_trainer import trainer_for, weights
 from tiny_pair import save_pair, tiny_draft, tiny_target, tiny_tokenizer
 from training_pair import TEMPLATE, records
@@ -104,30 +99,6 @@ def command(files, folder, *options):
         *("--num_anchors", "6", "--save_strategy", "no", "--report_to", "none", "--use_cpu", "--bf16", "False"),
         *("--check_data", "False", "--export_dtype", "float32", "--seed", "3", *options),
     ]
-
-
-@pytest.mark.slow
-def test_two_processes_are_one(files, tmp_path):
-    """gloo, on the CPU: 12 samples in steps of 4, by one process and by two."""
-    shared = ["--max_steps", "5", "--optim", "sgd", "--learning_rate", "0.1"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *sys.path])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    for count, folder in ((1, one), (2, two)):
-        argv = command(files, folder, *shared, "--per_device_train_batch_size", str(4 // count))
-        done = subprocess.run(
-            [*launch, str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "hf_dspark", *argv],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-    first, second = (load_file(folder / "model.safetensors") for folder in (one, two))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

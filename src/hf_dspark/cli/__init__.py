@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import os
 import sys
 from types import ModuleType
@@ -36,6 +37,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status, except where argparse exits by itself (`--help`, a mistyped option)."""
     argv = sys.argv[1:] if argv is None else argv
+    # Where it is installed, the trainer imports it, and it says what it would be faster with, beside our one line.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         named = argv[0] if argv and argv[0] in VERBS else None
         if named is not None and _pass_argv(module := _verb(named)):

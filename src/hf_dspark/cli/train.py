@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -217,6 +218,13 @@ def build_trainer(
     train_dataset, eval_dataset = (
         DSparkTrainer.encode(part, tokenizer, args, target) if part else None for part in (train_records, eval_records)
     )
+    skipped = sum(part.skipped for part in (train_dataset, eval_dataset) if part is not None)
+    if skipped and args.process_index == 0:
+        print(
+            f"{skipped} of {len(records)} records have nothing to train on and are skipped "
+            f"(max_length {args.max_length}; hf-dspark data inspect shows why).",
+            file=sys.stderr,
+        )
     draft = build_draft(model_args, target, train_dataset)
     try:
         trainer = DSparkTrainer(

@@ -366,7 +366,8 @@ def teacher_forward(
         input_ids, attention_mask: [B, T].
 
     Returns:
-        Features [B, T, L·Ht] and the normed last hidden state [B, T, Ht].
+        Features [B, T, L·Ht] and the normed last hidden state [B, T, Ht], on the device of the latter: a target may be
+        spread over several.
     """
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     device = input_device(target, input_ids.device)
@@ -378,4 +379,5 @@ def teacher_forward(
             logits_to_keep=1,
             use_cache=False,
         ).hidden_states
-    return torch.cat([states[i + 1] for i in layer_ids], dim=-1), states[depth]
+    last = states[depth]
+    return torch.cat([states[i + 1].to(last.device) for i in layer_ids], dim=-1), last

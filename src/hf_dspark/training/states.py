@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from ..errors import DSparkConfigError
 from ..modeling_dspark import DSparkDraftModel, head_logits
 from .objective import chunk_sizes, teacher_forward
 
@@ -46,11 +48,21 @@ class StateFolder:
     Args:
         folder: the parent folder.
         draft: bound to its target; gives the tapped layers and the head map.
+
+    Raises:
+        DSparkConfigError: the target's weights are offloaded or sharded, so that the folder cannot be named by them.
     """
 
     def __init__(self, folder: str | os.PathLike, draft: DSparkDraftModel):
         self.draft, self.target = draft, draft.target
         self.layer_ids = list(draft.config.target_layer_ids)
+        for name, parameter in self.target.named_parameters():
+            if parameter.is_meta or isinstance(parameter, DTensor):
+                how = "offloaded" if parameter.is_meta else "sharded over processes"
+                raise DSparkConfigError(
+                    f"target_states keeps states in a folder named by the target's weights, but {name} is {how}. Leave "
+                    "target_states unset, or load the target whole."
+                )
         self.folder = os.path.join(folder, _fingerprint(self.target, self.layer_ids))
         os.makedirs(self.folder, exist_ok=True)
 
