@@ -65,7 +65,8 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
             while it learns that, and pauses where drafting does not pay. `None` verifies every block in full. Since
             measured times decide, a seed gives the same sampled text again only with `None`, or with `throughput` set.
         throughput ([`ThroughputCurve`] or `ThroughputProfile`): what rounds cost, fixed; `None` to measure it.
-        round_times (`RoundTimes`): what the rounds so far cost; set to `None` to forget it.
+        round_times (`dict[str, RoundTimes]`): what the rounds so far cost, one row at a time, in batches and in
+            continuous batching; `clear()` forgets it.
         record_confidence (`bool`): whether `last_stats.confidence_logits` is filled.
     """
 
@@ -84,7 +85,7 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         self.last_stats: GenerationStats | BatchGenerationStats | None = None
         self._scheduler: PrefixScheduler | Literal["auto"] | None = "auto"
         self.throughput: ThroughputCurve | ThroughputProfile | None = None
-        self.round_times: RoundTimes | None = None
+        self.round_times: dict[str, RoundTimes] = {}
         self.record_confidence = False
         self.generation_config = GenerationConfig()
         own_lm_head = own_lm_head or config.draft_vocab_size < config.vocab_size
@@ -185,7 +186,7 @@ class DSparkDraftModel(HubMixin, PreTrainedModel):
         if self.lm_head is not None and full_vocab and _tables_equal(self.lm_head, target.get_output_embeddings()):
             self.lm_head = None
         self._target_ref = weakref.ref(target)
-        self.round_times = None
+        self.round_times = {}
 
     def get_input_embeddings(self) -> nn.Module | None:
         """The draft's own embedding, or `None` when it borrows the target's."""

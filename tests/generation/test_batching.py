@@ -12,7 +12,7 @@ import hf_dspark.generation.pacing as pacing
 import hf_dspark.generation.seam as seam
 from hf_dspark import DSparkDraftModel, PrefixScheduler, ThroughputCurve
 from hf_dspark.errors import DSparkGenerationError, DSparkTargetError
-from hf_dspark.generation.pacing import LEARNING, PAUSED, TIMING, RoundTimes
+from hf_dspark.generation.pacing import LEARNING, PACKED, PAUSED, SINGLE, TIMING
 
 SLOPE = ThroughputCurve.from_points({b: 1 / (8 + b) for b in range(1, 60)})
 
@@ -156,14 +156,16 @@ def test_neither_config_changes(target):
 def test_times_are_learnt_and_a_useless_draft_pauses(target, monkeypatch):
     """With the clock of the machine replaced by one on which drafting costs as much as a forward."""
     draft, ticks = tiny_draft(target), iter(range(10**6))
-    draft.scheduler, draft.round_times = "auto", RoundTimes()
+    draft.scheduler, draft.round_times = "auto", {}
     monkeypatch.setattr(batching, "perf_counter", lambda: next(ticks))
     plain = target.generate(prompts(), max_new_tokens=60)
     assert torch.equal(run(target, draft, new_tokens=60), plain)
     stats = draft.last_stats
     assert stats.reasons[0] == LEARNING and TIMING in stats.reasons
     assert stats.paused_rounds > 20 and stats.reasons.count(PAUSED) == stats.paused_rounds
-    assert draft.round_times.knows_plain_step(10, requests=3) and not draft.round_times.knows_plain_step(10)
+    times = draft.round_times[PACKED]
+    assert times.knows_plain_step(10, requests=3) and not times.knows_plain_step(10)
+    assert SINGLE not in draft.round_times  # a forward of single rows takes another time
     for row in stats.rows:
         assert all(n == 0 for n, reason in zip(row.proposed, row.reasons) if reason == PAUSED)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dspark import PrefixScheduler, ThroughputCurve
-from hf_dspark.generation.pacing import LEARNING, NO_CONFIDENCE, PAUSED, TIMING, Pacer, RoundTimes
+from hf_dspark.generation.pacing import LEARNING, NO_CONFIDENCE, PACKED, PAUSED, SINGLE, TIMING, Pacer, RoundTimes
 from hf_dspark.scheduling.throughput import ThroughputProfile
 
 BLOCK = 5
@@ -23,7 +23,7 @@ def a_draft(scheduler="auto", throughput=None, confidence_head=None, round_times
         throughput=throughput,
         confidence_head=confidence_head,
         config=SimpleNamespace(num_draft_tokens=BLOCK),
-        round_times=RoundTimes() if round_times is None else round_times,
+        round_times={way: RoundTimes() if round_times is None else round_times for way in (SINGLE, PACKED)},
     )
 
 
@@ -236,7 +236,7 @@ def test_lagged_lengths_come_from_earlier_rounds():
 
 def test_many_requests_need_less_evidence():
     """A useless draft for 16 requests is paused after a round or two; what all texts do is no bad luck."""
-    pacer = Pacer(a_draft(), None, 0, packed=True)
+    pacer = Pacer(a_draft(), None, 0, way=PACKED)
     reasons = []
     for _ in range(40):
         plan = pacer.plan(BLOCK, 16)
@@ -249,11 +249,11 @@ def test_many_requests_need_less_evidence():
 
 
 def test_many_requests_learn_with_short_blocks():
-    with_head = Pacer(a_draft(confidence_head=object()), None, 0, packed=True)
+    with_head = Pacer(a_draft(confidence_head=object()), None, 0, way=PACKED)
     plan = with_head.plan(BLOCK, 3)
     assert plan.reason == LEARNING and plan.keep == 2
     lengths, reason = with_head.decider(plan)(torch.rand(3, BLOCK))
     assert lengths.tolist() == [2, 2, 2] and reason == LEARNING
     assert with_head.decider(plan)(torch.rand(3, 1)).lengths.tolist() == [1, 1, 1]
-    without = Pacer(a_draft(), None, 0, packed=True)
+    without = Pacer(a_draft(), None, 0, way=PACKED)
     assert without.plan(BLOCK, 3).keep is None and without.decider(without.plan(BLOCK, 3)) is None

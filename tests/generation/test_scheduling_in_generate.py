@@ -13,7 +13,7 @@ from tiny_models import random_prompt, tiny_draft
 import hf_dspark.generation.loop as loop
 from hf_dspark import DSparkDraftModel, DSparkError, PrefixScheduler, ThroughputCurve
 from hf_dspark.candidate_generator import DSparkCandidateGenerator
-from hf_dspark.generation.pacing import PAUSED, TIMING
+from hf_dspark.generation.pacing import PAUSED, SINGLE, TIMING
 from hf_dspark.scheduling.throughput import ThroughputProfile
 
 PROMPT = random_prompt(9)
@@ -156,7 +156,8 @@ def test_the_plain_step_is_timed_when_no_curve_is_known(llama, monkeypatch):
     llama.generate(PROMPT, assistant_model=draft, **GREEDY)
     assert [i for i, reason in enumerate(draft.last_stats.reasons) if reason == TIMING] == [1, 3, 5]
     assert draft.last_stats.proposed[1] == 0 and draft.last_stats.scheduled[1] == 0
-    assert draft.round_times.knows_plain_step(9) and draft.round_times.draft_seconds() > 0
+    times = draft.round_times[SINGLE]
+    assert times.knows_plain_step(9) and times.draft_seconds() > 0
     llama.generate(PROMPT, assistant_model=draft, **GREEDY)
     assert TIMING not in draft.last_stats.reasons  # known by now
     draft.scheduler = None

@@ -12,6 +12,7 @@ from tiny_models import tiny_draft, tiny_gemma3, tiny_llama
 
 import hf_dspark.candidate_generator as candidate_generator
 from hf_dspark import PrefixScheduler, ThroughputCurve
+from hf_dspark.generation.pacing import SINGLE
 from hf_dspark.scheduling.prefix_scheduler import is_unimodal
 
 # A row costs a quarter of the first one; and a staircase, on which an early stop would end before the wide step.
@@ -80,7 +81,7 @@ def test_lengths_from_measured_times(target):
     """The default: nothing is frozen, and the clock of a busy machine decides."""
     draft = scheduled_draft(target, curve=None)
     assert p_value(target, draft, WARPERS["no warper"], 3 * SAMPLES) > ALPHA
-    assert draft.round_times.knows_plain_step(5)
+    assert draft.round_times[SINGLE].knows_plain_step(5)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metric")
     torch.manual_seed(0)
     config = LlamaConfig(
-        **{"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+        **{"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3},
         **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192},
         **{"initializer_range": 0.5, "bos_token_id": None, "eos_token_id": None},
     )
@@ -99,6 +99,6 @@ def test_acceptance_in_generate_is_what_training_reports(trained, length):
     assert counts.numel() >= ROUNDS
     first = (counts >= 1).float().mean().item()
     cumulative = counts.float().mean().item() / BLOCK
-    assert 0.1 < first < 0.95  # some are accepted, some refused
+    assert 0.1 < first < 0.99 and 0.1 < cumulative < 0.9  # some are accepted, some refused
     assert first == pytest.approx(reported[length]["eval_acceptance_sample_1"], abs=0.03)
     assert cumulative == pytest.approx((reported[length]["eval_accepted_length_sample"] - 1) / BLOCK, abs=0.03)

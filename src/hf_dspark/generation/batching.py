@@ -22,7 +22,7 @@ from .capture import captured_prefill
 from .committing import CommittedText
 from .loop import Host
 from .outputs import OutputRecorder
-from .pacing import PAUSED, Pacer
+from .pacing import PACKED, PAUSED, Pacer
 from .packed import PackedCache, packed_forward, prove_packable
 from .stats import BatchGenerationStats, GenerationStats
 
@@ -144,7 +144,7 @@ class BatchDecodingLoop:
                     generator.observe_row(row, part, at)
         for stats, context_tokens in zip(self.stats.rows, generator.row_context_tokens):
             stats.context_tokens = context_tokens
-        self.pacer = Pacer(self.draft, self.host.target, sum(self.cache.lengths) / len(self.texts), packed=True)
+        self.pacer = Pacer(self.draft, self.host.target, sum(self.cache.lengths) / len(self.texts), way=PACKED)
         for r, text in enumerate(self.texts):
             text.commit(last_logits[r][None, None], None)
 

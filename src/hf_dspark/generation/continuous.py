@@ -29,7 +29,7 @@ from ..candidate_generator import ROW_WISE_PROCESSORS, DraftBlock
 from ..errors import DSparkGenerationError
 from ..modeling_dspark import DSparkDraftModel
 from .batch_drafting import BatchCandidateGenerator, RowRequest
-from .pacing import PAUSED, Pacer
+from .pacing import PAGED, PAUSED, Pacer
 from .packed import PAGED_ATTENTION
 from .verification import verify_greedy, verify_sampled
 
@@ -110,7 +110,7 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
         self.generator = BatchCandidateGenerator(
             self.draft, self.generation_config, [self.logit_processor.logits_processor]
         )
-        self.pacer = Pacer(self.draft, self.target, 0, packed=True)
+        self.pacer = Pacer(self.draft, self.target, 0, way=PAGED)
         self._free_rows = [0]
         self._drafted: dict[str, _Drafted] = {}
         self._plan: Any = None

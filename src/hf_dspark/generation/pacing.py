@@ -39,6 +39,7 @@ _OUTLIER = 2.0  # a round books at most so many times its usual seconds: the mac
 LEARNING = "the curve is being learnt"
 NO_CONFIDENCE = "full block (no confidence head)"
 PAUSED = "paused"
+SINGLE, PACKED, PAGED = "single row", "packed rows", "continuous batching"  # how the target's forwards are made
 TIMING = "plain step (timed)"
 
 
@@ -54,8 +55,7 @@ class RoundTimes:
     and `pace` says how many times slower the newest rounds of any kind were than rounds of their kind usually are.
 
     Attributes:
-        base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`). It is of one
-            request: attention's share grows with the requests, so several are learnt from rounds alone.
+        base: the profile measured on this machine beforehand, if there is one (`hf-dspark profile`).
     """
 
     def __init__(self, base: ThroughputProfile | None = None):
@@ -106,7 +106,7 @@ class RoundTimes:
 
     def curve(self, context_tokens: int, requests: int = 1) -> ThroughputCurve | None:
         """The target's curve: the measured one, refined by rounds; without one, what rounds alone tell."""
-        base = None if self.base is None or requests > 1 else self.base.curve(context_tokens)
+        base = None if self.base is None else self.base.curve(context_tokens)
         return self.verify(context_tokens, requests).curve(base)
 
     def draft_seconds(self, requests: int = 1) -> float | None:
@@ -114,7 +114,7 @@ class RoundTimes:
         times = self._draft.get(requests.bit_length(), ())
         if len(times) >= _TIMED:
             return statistics.median(times)
-        known = None if self.base is None or requests > 1 else self.base.draft_seconds
+        known = None if self.base is None else self.base.draft_seconds
         return None if known is None else known[-1]
 
 
@@ -139,15 +139,16 @@ class Pacer:
     seconds come from there instead of the clock, and the same seed gives the same text.
 
     Args:
-        draft, target: the pair; `draft.round_times` is made here when it is missing.
+        draft, target: the pair; what rounds cost is kept in `draft.round_times`.
         context_tokens: of the prompt; of several, their mean.
-        packed: the rounds hold many requests, and one schedule decides for all of them after they are drafted.
+        way: how forwards are made, `SINGLE`, `PACKED` or `PAGED`; the same tokens cost different times in each. But for
+            `SINGLE`, a round holds many requests, and one schedule decides for all of them after they are drafted.
     """
 
-    def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, context_tokens: float, packed: bool = False):
+    def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, context_tokens: float, way: str = SINGLE):
         self.scheduler: PrefixScheduler | None = PrefixScheduler() if draft.scheduler == "auto" else draft.scheduler
         self.has_confidence = draft.confidence_head is not None
-        self.packed = packed
+        self.packed = way != SINGLE
         self._context = float(context_tokens)  # grows with the text
         self.frozen: ThroughputCurve | None = None
         self.frozen_draft_seconds = 0.0
@@ -157,9 +158,10 @@ class Pacer:
             if isinstance(profile, ThroughputProfile) and profile.draft_seconds is not None:
                 self.frozen_draft_seconds = profile.draft_seconds[-1]
             self.frozen_charged = self.frozen.charged(self.frozen_draft_seconds)  # once: it is asked for every round
-        elif self.scheduler is not None and draft.round_times is None:
-            draft.round_times = RoundTimes(load_cached_profile(target, draft))
-        self.times: RoundTimes = draft.round_times or RoundTimes()
+        elif self.scheduler is not None and way not in draft.round_times:
+            # A measured profile is of single rows.
+            draft.round_times[way] = RoundTimes(load_cached_profile(target, draft) if way == SINGLE else None)
+        self.times: RoundTimes = draft.round_times.get(way) or RoundTimes()
         self.past: deque[list[list[float]]] = deque(maxlen=_PAST)
         self.rounds = 0
         self.credit = _START
@@ -240,7 +242,7 @@ class Pacer:
         if self.frozen is not None:
             return self.frozen_charged
         draft_seconds = self.times.draft_seconds(requests)
-        profiled = self.times.base is not None and requests == 1
+        profiled = self.times.base is not None
         if draft_seconds is None or not (profiled or self.times.knows_plain_step(self.context_tokens, requests)):
             return None
         curve = self.times.curve(self.context_tokens, requests)
