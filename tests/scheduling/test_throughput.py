@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hf_dspark.errors import DSparkConfigError, DSparkDataError
+from hf_dspark.scheduling.prefix_scheduler import is_unimodal
 from hf_dspark.scheduling.throughput import CurveLearner, ThroughputCurve, ThroughputProfile
 
 
@@ -245,3 +246,17 @@ def test_a_profile_must_be_whole():
     for times in ((), (0.1, math.nan), (0.0,)):
         with pytest.raises(DSparkConfigError, match="draft_seconds"):
             profile_of({8: curve_of(0.1)}, times)
+
+
+def test_noise_makes_no_steps_and_steps_stay():
+    """Medians that scatter by a percent or two are a line; a step of a tenth is kept."""
+    learner = CurveLearner(least=1)
+    wiggle = [0.0, 0.02, -0.02, 0.02, -0.01, 0.02, 0.0]
+    for tokens, part in zip(range(2, 9), wiggle):
+        learner.add(tokens, (0.020 + 0.0002 * tokens) * (1 + part))
+    curve = learner.curve()
+    assert is_unimodal(curve, 2, 8) and curve.tokens == (2, 8)
+    for tokens in range(9, 13):
+        learner.add(tokens, 0.024 + 0.0002 * (tokens - 9))
+    curve = learner.curve()
+    assert curve.seconds_per_step(9) - curve.seconds_per_step(8) == pytest.approx(0.0024, rel=0.05)

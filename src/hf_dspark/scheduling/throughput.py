@@ -23,6 +23,7 @@ from ..errors import DSparkConfigError, DSparkDataError
 
 _CURVE_FORMAT = "hf-dspark throughput curve 1"
 _PROFILE_FORMAT = "hf-dspark throughput profile 1"
+_NOISE = 0.03  # by which medians of rounds may differ for no reason
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -177,7 +178,8 @@ class CurveLearner:
     """A curve from the times of real rounds. The newest `window` times of each token count are kept.
 
     Medians, so that a round which waited for something else does not count; a token count is believed from `least`
-    times on. `add` takes constant time, and `curve` works only when something is new.
+    times on. The curve keeps the steps among them, and not their noise. `add` takes constant time, and `curve`
+    works only when something is new.
     """
 
     def __init__(self, window: int = 64, least: int = 3):
@@ -215,9 +217,28 @@ class CurveLearner:
         if base is not None:
             self._curve = base.refined(medians)
         else:
-            self._curve = ThroughputCurve.from_seconds(medians) if medians else None
+            self._curve = ThroughputCurve.from_seconds(_knots(medians)) if medians else None
         self._base = base
         return self._curve
+
+
+def _knots(points: Mapping[int, float]) -> dict[int, float]:
+    """Those of `{tokens: seconds}` that matter: straight lines between them miss no other by more than `_NOISE`.
+
+    Medians of a few rounds differ by some percent of themselves, and the schedule would take every such bump for a step
+    at which more drafts stop to pay. (Douglas and Peucker 1973.)
+    """
+    tokens = sorted(points)
+    kept = {tokens[0], tokens[-1]}
+    spans = [(0, len(tokens) - 1)]
+    while spans:
+        low, high = spans.pop()
+        ends = [tokens[low], tokens[high]], [points[tokens[low]], points[tokens[high]]]
+        misses = {i: abs(np.interp(tokens[i], *ends) / points[tokens[i]] - 1) for i in range(low + 1, high)}
+        if misses and misses[worst := max(misses, key=misses.__getitem__)] > _NOISE:
+            kept.add(tokens[worst])
+            spans += [(low, worst), (worst, high)]
+    return {b: points[b] for b in sorted(kept)}
 
 
 # --------------------------------------------------------------------------------------------------------------------
