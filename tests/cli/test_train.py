@@ -208,6 +208,13 @@ def test_a_refusal_is_all_that_stderr_gets(config, target_path, tmp_path):
     assert done.stderr.count("\n") == 1 and "Nothing to supervise" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--eval_strategy", "steps", "--eval_steps", "1")], ids=["none", "steps"])
+def test_the_last_weights_are_evaluated_once(train, options):
+    state = json.loads((train(*options) / "trainer_state.json").read_text())
+    evaluated = [entry["step"] for entry in state["log_history"] if "eval_loss" in entry]
+    assert evaluated == ([1, 2] if options else [2])
+
+
 def test_skipped_records_are_counted(train, data, capsys):
     with open(data, "a") as stream:
         stream.write('\n{"messages": [{"role": "user", "content": "w5"}]}\n')

@@ -121,7 +121,8 @@ def train(model_args: DSparkModelArguments, args: DSparkTrainingArguments) -> No
         raise DSparkConfigError(f"--resume: {args.output_dir} holds no checkpoint. Leave --resume out to start anew.")
     trainer, _target = build_trainer(model_args, args)
     trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None:
+    evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    if trainer.eval_dataset is not None and trainer.state.global_step not in evaluated:
         trainer.evaluate()
     trainer.save_state()
     if trainer.is_world_process_zero() and trainer.eval_dataset is not None and importlib.util.find_spec("matplotlib"):

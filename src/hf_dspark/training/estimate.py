@@ -177,17 +177,20 @@ def _now() -> tuple[float, float]:
 
 
 def _evaluations(args: Any, steps: int, dataset: DSparkDataset | None) -> int:
-    """Those that the strategy asks for, and the one at the end."""
+    """Those that the strategy asks for, the last of them after the last step; without a strategy that one alone."""
     if dataset is None:
         return 0
     if args.eval_strategy == IntervalStrategy.STEPS:
-        return 1 + steps // int(args.eval_steps if args.eval_steps >= 1 else math.ceil(steps * args.eval_steps))
-    return 1 + (math.ceil(args.num_train_epochs) if args.eval_strategy == IntervalStrategy.EPOCH else 0)
+        return math.ceil(steps / (args.eval_steps if args.eval_steps >= 1 else math.ceil(steps * args.eval_steps)))
+    return math.ceil(args.num_train_epochs) if args.eval_strategy == IntervalStrategy.EPOCH else 1
 
 
 def _evaluation_seconds(probe: DSparkTrainer, dataset: DSparkDataset) -> float:
-    """From a few batches; the held-out samples are in random order."""
-    measured = min(len(dataset), _STRATA * probe.args.eval_batch_size * probe.args.world_size)
+    """From a few batches; the held-out samples are in random order. Before them the longest ones, for their memory."""
+    batch = probe.args.eval_batch_size * probe.args.world_size
+    longest = sorted(dataset.samples, key=lambda sample: len(sample[0]))[-batch:]
+    probe.evaluate(DSparkDataset(longest, dataset.num_anchors, dataset.seed))
+    measured = min(len(dataset), _STRATA * batch)
     part = DSparkDataset(dataset.samples[:measured], dataset.num_anchors, dataset.seed)
     start = _now()[0]
     probe.evaluate(part)
