@@ -99,6 +99,6 @@ def test_acceptance_in_generate_is_what_training_reports(trained, length):
     assert counts.numel() >= ROUNDS
     first = (counts >= 1).float().mean().item()
     cumulative = counts.float().mean().item() / BLOCK
-    assert 0.1 < first < 0.99 and 0.1 < cumulative < 0.9  # some are accepted, some refused
+    assert 0.1 < first < 0.99 and 0.02 < cumulative < 0.9  # some are accepted, some refused
     assert first == pytest.approx(reported[length]["eval_acceptance_sample_1"], abs=0.03)
     assert cumulative == pytest.approx((reported[length]["eval_accepted_length_sample"] - 1) / BLOCK, abs=0.03)
