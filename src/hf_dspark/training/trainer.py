@@ -30,6 +30,7 @@ from .states import StateFolder, TeacherStates
 logger = logging.get_logger(__name__)
 
 _CHECKED_SAMPLES = 8
+_CHECKED_TOKENS = 256  # of each
 _CHECKED_COLUMNS = 16
 _HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
 
@@ -503,11 +504,12 @@ def _check_data(target: PreTrainedModel, samples: list[dict[str, torch.Tensor]])
     """Refuses text that the target finds less likely than ids drawn at random: another tokenizer's, as a rule."""
     losses = []
     for sample in samples:
-        logits = (
-            target(sample["input_ids"][None].to(input_device(target, torch.device("cpu")))).logits[0, :-1].float().cpu()
-        )
-        kept = sample["loss_mask"][1:].bool()
-        losses.append(cross_entropy(logits[kept], sample["input_ids"][1:][kept]))
+        kept = sample["loss_mask"][1:].nonzero().squeeze(-1)[:_CHECKED_TOKENS]
+        ids = sample["input_ids"]
+        device = input_device(target, torch.device("cpu"))
+        # Logits of whole samples would be the peak of a small run's memory.
+        logits = target(ids[None].to(device), logits_to_keep=kept.to(device)).logits[0].float().cpu()
+        losses.append(cross_entropy(logits, ids[1:][kept]))
     loss, random = torch.stack(losses).mean().item(), math.log(target.config.get_text_config().vocab_size)
     if loss >= random:
         raise DSparkDataError(
