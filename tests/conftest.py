@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from fake_hub import connected
@@ -12,6 +14,8 @@ from tiny_models import TARGETS
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     torch.set_num_threads(1)  # the models are so small that threads only cost
+    # Of child processes too: two threads that wait for each other beside other workers take many times as long.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session")

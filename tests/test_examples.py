@@ -1,7 +1,6 @@
 """The scripts in `examples/` run as they stand."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +14,7 @@ pytestmark = pytest.mark.slow
 def run(script: str, *options: str, status: int = 0) -> str:
     """Runs a script in a process of its own; gives what it printed."""
     argv = [sys.executable, str(EXAMPLES / script), *options]
-    # One thread: two that wait for each other beside other workers take many times as long.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=1200, env=environment)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=1200)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + (done.stderr if status else "")
 

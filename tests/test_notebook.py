@@ -16,8 +16,7 @@ def printed(cells) -> str:
     )
 
 
-def test_quickstart(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other beside other workers take minutes
+def test_quickstart(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -49,7 +49,6 @@ def accepted_counts(target, draft, text: list[int], rounds: int) -> list[int]:
 
 if __name__ == "__main__":
     folder, prefixes, rounds = sys.argv[1:]
-    torch.set_num_threads(1)
     torch.manual_seed(11)
     target = AutoModelForCausalLM.from_pretrained(f"{folder}/target", dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(f"{folder}/draft", target=target, dtype=torch.float32)

@@ -11,28 +11,25 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from .. import hub
-from ..errors import DSparkConfigError, DSparkDataError, DSparkHubError, DSparkTargetError
+from ..errors import DSparkConfigError, DSparkDataError, DSparkHubError
 from ..hub_errors import HUB_FAILURES, explained
-from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput, head_logits
+from ..modeling_dspark import DSparkDraftModel, DSparkDraftOutput
 from .arguments import DSparkTrainingArguments
+from .checks import check_data, check_head_map, head_is_targets
 from .data import DSparkCollator, DSparkDataset
 from .facts import describe_run, read_runs, write_runs
-from .objective import ObjectiveOutput, dspark_objective, input_device, teacher_forward
+from .objective import ObjectiveOutput, dspark_objective, teacher_forward
 from .optimizer import MuonAdamW, split_parameters
 from .states import StateFolder, TeacherStates
 
 logger = logging.get_logger(__name__)
 
 _CHECKED_SAMPLES = 8
-_CHECKED_TOKENS = 256  # of each
-_CHECKED_COLUMNS = 16
-_HEAD_TOLERANCE = 0.05  # of the largest logit; bf16 rows of different lengths differ by less
 
 
 class DSparkTrainer(Trainer):
@@ -105,7 +102,7 @@ class DSparkTrainer(Trainer):
         self.add_callback(_EpochOfAnchors(self.train_dataset))
         self._kept_states = None if args.target_states is None else StateFolder(args.target_states, model)
         # A head that was trained says nothing about the target, whatever it says about the draft.
-        self._head_is_targets = self._kept_states is not None and _head_is_targets(model)
+        self._head_is_targets = self._kept_states is not None and head_is_targets(model)
         self._meters = _Meters(num_slots)
         self._eval_meters = _Meters(num_slots)
         longest = max((len(ids) for ids, _ in self.train_dataset.samples), default=0) if self.train_dataset else 0
@@ -122,9 +119,9 @@ class DSparkTrainer(Trainer):
         if self.train_dataset is None:
             raise DSparkDataError("There is nothing to train on: pass `train_dataset`.")
         samples = [self.train_dataset[i] for i in range(min(_CHECKED_SAMPLES, len(self.train_dataset)))]
-        _check_head_map(self.draft, self.target, samples[0]["input_ids"][None])
+        check_head_map(self.draft, self.target, samples[0]["input_ids"][None])
         if self.args.check_data:
-            _check_data(self.target, samples)
+            check_data(self.target, samples)
         self._begin_run(args[0] if args else kwargs.get("resume_from_checkpoint"))
         try:
             return super().train(*args, **kwargs)
@@ -464,55 +461,3 @@ def _declare_trainable(draft: DSparkDraftModel, args: DSparkTrainingArguments) -
         draft.lm_head.requires_grad_(args.train_head)
     if draft.confidence_head is not None and args.alpha_conf == 0:
         draft.confidence_head.requires_grad_(False)
-
-
-@torch.no_grad()
-def _head_is_targets(draft: DSparkDraftModel) -> bool:
-    """Whether the rows of the draft's own head are the target's, by some of their columns."""
-    if draft.lm_head is None:
-        return True
-    weight = draft.lm_head.weight
-    columns = torch.linspace(0, weight.shape[1] - 1, min(_CHECKED_COLUMNS, weight.shape[1])).long()
-    units = torch.eye(weight.shape[1], dtype=draft.target.dtype)[columns]
-    theirs = head_logits(draft.target, units).to(weight)  # [C, V]: through the module, so that a quantised head answers
-    kept = draft.draft_token_ids
-    return torch.equal(theirs if kept is None else theirs[:, kept], weight[:, columns.to(weight.device)].T)
-
-
-@torch.no_grad()
-def _check_head_map(draft: DSparkDraftModel, target: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    """Proves that the head map on the captured states gives the target's own logits.
-
-    A state taken before the final norm, or a soft-cap or logit scale that the config lacks, would train the draft
-    towards another distribution, and nothing would say so.
-    """
-    _, states = teacher_forward(target, draft.config.target_layer_ids, input_ids, torch.ones_like(input_ids))
-    theirs = target(input_ids.to(input_device(target, input_ids.device)), logits_to_keep=1).logits[:, -1].float()
-    ours = draft.scale_and_cap(head_logits(target, states[:, -1])).to(theirs.device).float()
-    error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
-    if error > _HEAD_TOLERANCE:
-        raise DSparkTargetError(
-            f"The head map of {type(target).__name__} is not what the draft's config says: its logits differ by "
-            f"{error:.0%} from head(last hidden state) with logit_scale {draft.config.logit_scale} and "
-            f"final_logit_softcapping {draft.config.final_logit_softcapping}. Build the draft with "
-            "`DSparkDraftModel.for_target(target)`."
-        )
-
-
-@torch.no_grad()
-def _check_data(target: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -> None:
-    """Refuses text that the target finds less likely than ids drawn at random: another tokenizer's, as a rule."""
-    losses = []
-    for sample in samples:
-        kept = sample["loss_mask"][1:].nonzero().squeeze(-1)[:_CHECKED_TOKENS]
-        ids = sample["input_ids"]
-        device = input_device(target, torch.device("cpu"))
-        # Logits of whole samples would be the peak of a small run's memory.
-        logits = target(ids[None].to(device), logits_to_keep=kept.to(device)).logits[0].float().cpu()
-        losses.append(cross_entropy(logits, ids[1:][kept]))
-    loss, random = torch.stack(losses).mean().item(), math.log(target.config.get_text_config().vocab_size)
-    if loss >= random:
-        raise DSparkDataError(
-            f"Target and data disagree: the target's loss on the supervised text is {loss:.1f}, and {random:.1f} would "
-            "be chance. Check that tokenizer and chat template are the target's own; check_data=False trains anyway."
-        )
