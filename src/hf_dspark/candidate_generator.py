@@ -111,6 +111,7 @@ class RoundPlan(NamedTuple):
         walk: decides the length draft by draft, from confidences.
         keep: a length decided beforehand (lagged policy): the whole block is drafted, for its confidences, and cut.
         curve: decides the lengths of many requests, after all of them are drafted.
+        depth: of many requests, the most drafts that are made for each; `None`: full blocks.
     """
 
     drafting: bool = True
@@ -118,6 +119,7 @@ class RoundPlan(NamedTuple):
     walk: PrefixWalk | None = None
     keep: int | None = None
     curve: ThroughputCurve | None = None
+    depth: int | None = None
 
 
 def resolve_knobs(draft: DSparkDraftModel, generation_config: GenerationConfig) -> tuple[int, float | None]:

@@ -257,3 +257,72 @@ def test_many_requests_learn_with_short_blocks():
     assert with_head.decider(plan)(torch.rand(3, 1)).lengths.tolist() == [1, 1, 1]
     without = Pacer(a_draft(), None, 0, way=PACKED)
     assert without.plan(BLOCK, 3).keep is None and without.decider(without.plan(BLOCK, 3)) is None
+
+
+def play_many(pacer, rounds, committed, requests=4, depth=None):
+    """Rounds of `requests` requests in which a drafted one takes 1.4 plain steps; returns the plans."""
+    plans = []
+    for _ in range(rounds):
+        plan = pacer.plan(BLOCK, requests)
+        tokens = requests * (3 if plan.drafting else 1)
+        seconds = (DRAFT, 1.4 * PLAIN - DRAFT) if plan.drafting else (1e-6, PLAIN)
+        count = committed if plan.drafting else requests
+        pacer.record(plan, BLOCK, tokens, count, *seconds, [], requests)
+        plans.append(plan)
+    return plans
+
+
+def test_what_earlier_calls_gained_is_expected_of_the_next():
+    """At first a call knows nothing; later one where drafting never paid tries three rounds, and rests for long."""
+    times = RoundTimes()
+    for _ in range(3):
+        play_many(Pacer(a_draft(round_times=times), None, 0, way=PACKED), 60, committed=5)
+    assert times.outlook(4) < -2 and times.outlook(16) == 0
+    plans = play_many(Pacer(a_draft(round_times=times), None, 0, way=PACKED), 35, committed=5)
+    assert sum(plan.drafting for plan in plans) <= 3
+
+    times = RoundTimes()
+    play_many(Pacer(a_draft(round_times=times), None, 0, way=PACKED), 200, committed=7)
+    assert times.outlook(4) > 2
+    unlucky = Pacer(a_draft(round_times=times), None, 0, way=PACKED)
+    assert all(plan.drafting or plan.reason == TIMING for plan in play_many(unlucky, 6, committed=4))
+    new = Pacer(a_draft(), None, 0, way=PACKED)
+    assert any(plan.reason == PAUSED for plan in play_many(new, 12, committed=4))
+
+
+def test_frozen_times_ask_no_earlier_calls():
+    curve = ThroughputCurve.from_seconds({4: PLAIN, 24: 1.5 * PLAIN})
+    times = RoundTimes()
+    play_many(Pacer(a_draft(round_times=times), None, 0, way=PACKED), 200, committed=4)
+    runs = [
+        [plan.drafting for plan in play_many(Pacer(a_draft(None, curve), None, 0, way=PACKED), 20, 5)],
+        [
+            plan.drafting
+            for plan in play_many(Pacer(a_draft("auto", curve, round_times=times), None, 0, way=PACKED), 20, 5)
+        ],
+        [plan.drafting for plan in play_many(Pacer(a_draft("auto", curve), None, 0, way=PACKED), 20, 5)],
+    ]
+    assert runs[1] == runs[2] and all(runs[0])
+
+
+def test_many_requests_are_drafted_one_past_what_they_use():
+    """All are drafted before one schedule decides; positions that it never keeps cost time for nothing."""
+    curve = ThroughputCurve.from_seconds({4: PLAIN, 24: 3 * PLAIN})
+    pacer = Pacer(a_draft(throughput=curve, confidence_head=object()), None, 0, way=PACKED)
+
+    def a_round(confidence):
+        plan = pacer.plan(BLOCK, 4)
+        shown = torch.full((4, plan.depth or BLOCK), confidence, dtype=torch.float64)
+        lengths = pacer.decider(plan)(shown).lengths
+        pacer.record(plan, BLOCK, 4 + int(lengths.sum()), 4 + int(lengths.sum()), 0, 0, shown.tolist(), 4)
+        return plan.depth, int(lengths.max())
+
+    seen = [a_round(0.7) for _ in range(20)]
+    used = seen[-1][1]
+    assert seen[0][0] is None and 0 < used < BLOCK - 1
+    assert seen[-1][0] == used + 1
+    assert all(len(row) == BLOCK for rows in pacer.past for row in rows)
+    # Text that is easy all at once: a position more a round, and soon whole blocks again.
+    grown = [a_round(1.0)[1] for _ in range(24)]
+    assert grown[0] == used + 1 and grown[-1] == BLOCK
+    assert pacer.plan(BLOCK, 4).depth is None

@@ -249,14 +249,27 @@ def test_a_profile_must_be_whole():
 
 
 def test_noise_makes_no_steps_and_steps_stay():
-    """Medians that scatter by a percent or two are a line; a step of a tenth is kept."""
+    """Medians that scatter by a percent or two are a line; a step of a tenth that was seen often is kept."""
     learner = CurveLearner(least=1)
     wiggle = [0.0, 0.02, -0.02, 0.02, -0.01, 0.02, 0.0]
     for tokens, part in zip(range(2, 9), wiggle):
         learner.add(tokens, (0.020 + 0.0002 * tokens) * (1 + part))
     curve = learner.curve()
     assert is_unimodal(curve, 2, 8) and curve.tokens == (2, 8)
-    for tokens in range(9, 13):
-        learner.add(tokens, 0.024 + 0.0002 * (tokens - 9))
+    for tokens in [*range(2, 13)] * 12:
+        learner.add(tokens, 0.020 + 0.0002 * tokens + 0.0024 * (tokens > 8))
     curve = learner.curve()
-    assert curve.seconds_per_step(9) - curve.seconds_per_step(8) == pytest.approx(0.0024, rel=0.05)
+    assert curve.seconds_per_step(9) - curve.seconds_per_step(8) == pytest.approx(0.0026, rel=0.05)
+
+
+def test_a_count_that_is_rarely_seen_gives_way_to_its_neighbours():
+    """One slow round at 8 tokens must not look like a step at which more drafts stop to pay."""
+    learner = CurveLearner(least=1)
+    for tokens in (4, 7, 9, 10, 12):
+        for _ in range(12):
+            learner.add(tokens, 0.045 + 0.0007 * tokens)
+    learner.add(8, 0.057)
+    learner.add(11, 0.057)
+    curve = learner.curve()
+    assert is_unimodal(curve, 4, 12)
+    assert curve.seconds_per_step(8) == pytest.approx(0.0506, rel=0.02)

@@ -79,7 +79,11 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
         self.row_context_tokens[target] = self.row_context_tokens[source]
 
     def propose_rows(
-        self, requests: Sequence[RowRequest], reason: str, decide: Callable[[torch.Tensor], Schedule] | None
+        self,
+        requests: Sequence[RowRequest],
+        reason: str,
+        decide: Callable[[torch.Tensor], Schedule] | None,
+        depth: int | None = None,
     ) -> list[DraftBlock]:
         """Drafts a block for every request, in their order.
 
@@ -88,6 +92,7 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             reason: what decides the lengths where nothing else cuts them.
             decide: the global schedule: from confidences float64 [R, γ] of all requests, 0 where a row can have no
                 draft, to their lengths. `None`: full blocks.
+            depth: the most drafts that are made for a request; `None`: as many as it can have.
         """
         blocks = [self.empty_block(request.ids, "no context") for request in requests]
         limits: dict[int, int] = {}  # by place in `requests`
@@ -98,10 +103,11 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             elif limit == 0:
                 blocks[i] = self.empty_block(request.ids, "length budget")
             elif self.row_context_tokens[request.row]:
-                limits[i] = limit
+                limits[i] = limit if depth is None else min(limit, depth)
         if not limits:
             return blocks
         drafting = [requests[i] for i in limits]
+        cut = depth  # a row that has so many drafts has a full block for this round
         depth = max(limits.values())
         tokens: list[torch.Tensor] = []  # int64 [D] each
         rows: list[torch.Tensor] = []  # q [D, V], or the top logits [D] when greedy
@@ -112,7 +118,10 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             self._fail(error)
             self._waiting.clear()
         lengths = torch.tensor([min(limit, len(tokens)) for limit in limits.values()])
-        reasons = ["exception" if len(tokens) < limit else self._reason(limit, reason) for limit in limits.values()]
+        reasons = [
+            "exception" if len(tokens) < limit else self._reason(self.limit if limit == cut else limit, reason)
+            for limit in limits.values()
+        ]
         logits = torch.stack(seen, dim=1).to("cpu", torch.float64) if seen else None  # [D, depth]
         confidences = None if logits is None else self._calibrated(logits)
         if confidences is not None and self.threshold is not None:
@@ -171,14 +180,13 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
         view = self._contexts.view([request.row for request in requests])
         hidden, state = draft.start_block(view, anchors, positions)
         base_logits = draft.base_logits(hidden[:, :depth])  # [D, depth, Vd]
-        looks = scheduled or draft.record_confidence or self.threshold is not None
-        confidence_head = draft.confidence_head if looks else None
         prefixes = [request.ids for request in requests]
         previous = anchors
+        embeddings: list[torch.Tensor] = []  # [D, r] each; none without a Markov head
         for k in range(depth):
             logits, embedding, state = draft.sequential_step(base_logits[:, k], hidden[:, k], previous, state)
-            if confidence_head is not None:
-                seen.append(confidence_head(hidden[:, k], embedding))
+            if embedding is not None:
+                embeddings.append(embedding)
             if self.row_wise:
                 token, row = self._choose(logits, anchors[:, None])
             else:
@@ -187,6 +195,9 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             tokens.append(token)
             rows.append(row)
             previous = token.to(previous.device)
+        if draft.confidence_head is not None and (scheduled or draft.record_confidence or self.threshold is not None):
+            shown = torch.stack(embeddings, dim=1) if embeddings else None  # [D, depth, r]
+            seen += draft.confidence_head(hidden[:, :depth], shown).unbind(1)
 
     def _choose_by_row(
         self, logits: torch.Tensor, requests: list[RowRequest], prefixes: list[torch.Tensor]

@@ -180,7 +180,7 @@ class BatchDecodingLoop:
         limit = max(generator.limit if q.budget is None else min(generator.limit, q.budget) for q in requests)
         plan = self.pacer.plan(limit, len(active))
         if plan.drafting:
-            blocks = generator.propose_rows(requests, plan.reason or "full block", self.pacer.decider(plan))
+            blocks = generator.propose_rows(requests, plan.reason or "full block", self.pacer.decider(plan), plan.depth)
         else:
             blocks = [generator.empty_block(request.ids, plan.reason or "") for request in requests]
         drafted = perf_counter()

@@ -154,7 +154,7 @@ class DSparkBatchProcessor(ContinuousBatchProcessor):
         prefill += sum(len(state.remaining_prefill_tokens) for state in self.scheduler.waiting_requests.values())
         other = min(prefill, max(self.max_batch_tokens - len(decoding), 0))
         decide = self.pacer.decider(self._plan, other)
-        blocks = self.generator.propose_rows(requests, self._plan.reason or "full block", decide)
+        blocks = self.generator.propose_rows(requests, self._plan.reason or "full block", decide, self._plan.depth)
         for state, block in zip(waiting, blocks):
             own = self._drafted[state.request_id]
             if block.length and self.cache.can_store_request_tokens(state, 1 + block.length, dry_run=True):

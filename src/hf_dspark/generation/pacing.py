@@ -29,11 +29,16 @@ _PROBE_CREDIT = 0.45  # after a pause: two rounds in vain with a draft that cost
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 64  # rounds; doubled from pause to pause, the shortest again once it pays
 _REFRESH = 64  # drafted rounds after which the plain step is timed again
 _TIMED = 3  # plain steps that make a median
-_SHORT = 7  # 2^7 tokens and fewer are one context length
+_SHORT, _SHORT_MANY = 7, 8  # 2^7 tokens and fewer are one context length; of many requests, 2^8
 _NEWEST = 24  # times that are kept of each kind
 _PACE = 5  # newest rounds that tell how fast the machine is now
 _PAST = 32  # earlier rounds whose confidences the lagged policy sees
 _LEARNT_LENGTH = 2  # drafts of each of many requests while their curve is not known: full blocks of all could be dear
+_GAINS, _LEAST_GAINS = 256, 8  # newest rounds of a pool size that tell whether drafting pays there; from how many on
+_SURE = 2.0  # standard errors from which it does, or does not
+_PAYS, _LOSES = 2 * _CREDIT, 2 * _PROBE_CREDIT  # the most that the account holds then
+_LENGTHS = 64  # newest lengths of many requests; no more is drafted than one past what one in _RARE of them exceeds
+_RARE = 8
 _OUTLIER = 2.0  # a round books at most so many times its usual seconds: the machine was busy, not the draft slow
 
 LEARNING = "the curve is being learnt"
@@ -63,6 +68,7 @@ class RoundTimes:
         self._plain: Counter[tuple[int, int]] = Counter()
         self._draft: dict[int, deque[float]] = {}
         self._paces: deque[float] = deque(maxlen=_PACE)
+        self._gains: dict[int, deque[float]] = {}
         self.base = base
 
     def verify(self, context_tokens: int, requests: int = 1) -> CurveLearner:
@@ -99,6 +105,18 @@ class RoundTimes:
         """How many times slower than usual the machine is now."""
         return statistics.median(self._paces) if self._paces else 1.0
 
+    def add_gain(self, gain: float, requests: int) -> None:
+        """Notes what a drafted round gained, in plain steps."""
+        self._gains.setdefault(requests.bit_length(), deque(maxlen=_GAINS)).append(gain)
+
+    def outlook(self, requests: int) -> float:
+        """The mean gain of the newest rounds with about so many requests, in its standard errors; 0: not known yet."""
+        gains = self._gains.get(requests.bit_length(), ())
+        if len(gains) < _LEAST_GAINS:
+            return 0.0
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        return statistics.fmean(gains) / max(error, 1e-9)
+
     def knows_plain_step(self, context_tokens: int, requests: int = 1) -> bool:
         """Whether forwards on one token per request were timed. A profile does not stand for that: what it was measured
         with may be gone, and then nothing would show that drafting loses."""
@@ -119,7 +137,8 @@ class RoundTimes:
 
 
 def _bucket(context_tokens: int, requests: int) -> tuple[int, int]:
-    return max((context_tokens - 1).bit_length(), _SHORT), requests.bit_length()
+    # Many requests have many token counts, so more rounds must share a curve.
+    return max((context_tokens - 1).bit_length(), _SHORT if requests == 1 else _SHORT_MANY), requests.bit_length()
 
 
 def _rounded(tokens: int) -> int:
@@ -165,7 +184,9 @@ class Pacer:
         self.past: deque[list[list[float]]] = deque(maxlen=_PAST)
         self.rounds = 0
         self.credit = _START
+        self.most_credit = _CREDIT
         self.pause = _SHORTEST_PAUSE
+        self._lengths: deque[int] = deque(maxlen=_LENGTHS)  # scheduled for many requests
         self.resting = 0  # paused rounds still to come
         self.since_plain = 0  # drafted rounds since a plain step was timed
         # Rounds from before the plain step's cost was known: tokens, requests, committed, seconds.
@@ -187,6 +208,8 @@ class Pacer:
         """The plan of the next round, of at most `limit` drafts per request."""
         if self.scheduler is None or limit < 1:
             return RoundPlan()
+        if self.packed and self.frozen is None and self.rounds % _LEAST_GAINS == 0:
+            self._look_out(requests)
         if self.resting > 0:
             return RoundPlan(drafting=False, reason=PAUSED)
         if self._times_a_plain_step(requests):
@@ -199,7 +222,7 @@ class Pacer:
         if not self.has_confidence:
             return RoundPlan(reason=NO_CONFIDENCE)
         if self.packed:
-            return RoundPlan(curve=curve)
+            return RoundPlan(curve=curve, depth=self._depth(limit))
         if self.scheduler.is_lagged(curve, 1, limit):
             budget = self.scheduler.budget(list(self.past), curve, 1, limit, round_index=self.rounds)
             return RoundPlan(drafting=budget.rows > 0, reason=budget.reason, keep=budget.rows)
@@ -226,9 +249,11 @@ class Pacer:
 
     def _schedule(self, confidences: torch.Tensor, curve: ThroughputCurve, other_rows: int) -> Schedule:
         assert self.scheduler is not None  # else no plan has a curve
-        return self.scheduler.schedule(
+        schedule = self.scheduler.schedule(
             confidences, curve, list(self.past), round_index=self.rounds, other_rows=other_rows
         )
+        self._lengths.extend(schedule.lengths.tolist())
+        return schedule
 
     def _times_a_plain_step(self, requests: int) -> bool:
         if self.frozen is not None:
@@ -249,6 +274,22 @@ class Pacer:
         if curve is None or curve.tokens[-1] == requests:
             return None
         return curve.charged(draft_seconds)
+
+    def _depth(self, limit: int) -> int | None:
+        """Many requests are drafted before their schedule is known: not as far as lately none of them went."""
+        if len(self._lengths) < _RARE:
+            return None
+        depth = 1 + sorted(self._lengths)[-(len(self._lengths) // _RARE)]
+        return depth if depth < limit else None
+
+    def _look_out(self, requests: int) -> None:
+        """Many requests are a mixture, like those before them: what drafting gained then is to be expected now."""
+        outlook = self.times.outlook(requests)
+        self.most_credit = _PAYS if outlook > _SURE else _LOSES if outlook < -_SURE else _CREDIT
+        if self.rounds == 0 and outlook > _SURE:
+            self.credit = self.most_credit
+        elif self.rounds == 0 and outlook < -_SURE:
+            self.credit, self.pause = _PROBE_CREDIT, _LONGEST_PAUSE // 2
 
     # ------------------------------------------------------------------------------------------------------------
     # After a round
@@ -271,7 +312,9 @@ class Pacer:
         self.rounds += 1
         before = self.context_tokens
         self._context += committed / requests
-        drafted = [row for row in confidences if len(row) == limit]  # blocks that were drafted as far as they could be
+        depth = limit if plan.depth is None else plan.depth
+        # Blocks that were drafted as far as they could be; what was not drafted had no hope.
+        drafted = [[*row, *[0.0] * (limit - depth)] for row in confidences if len(row) == depth]
         if drafted:
             self.past.append(drafted)
         if self.frozen is None:
@@ -311,8 +354,10 @@ class Pacer:
         plain = curve.seconds_per_step(requests)
         usual = curve.seconds_per_step(tokens) + draft_seconds
         # Chance evens out over many requests: what is left of it falls with the root, and so does the evidence needed.
-        gain = math.sqrt(requests) * (committed / requests - min(seconds, _OUTLIER * usual) / plain)
+        gain = committed / requests - min(seconds, _OUTLIER * usual) / plain
         if math.isfinite(gain):
-            self.credit = min(self.credit + gain, _CREDIT)
+            if self.frozen is None:
+                self.times.add_gain(gain, requests)
+            self.credit = min(self.credit + math.sqrt(requests) * gain, self.most_credit)
         if self.credit >= _START:
             self.pause = _SHORTEST_PAUSE

@@ -23,7 +23,7 @@ from ..errors import DSparkConfigError, DSparkDataError
 
 _CURVE_FORMAT = "hf-dspark throughput curve 1"
 _PROFILE_FORMAT = "hf-dspark throughput profile 1"
-_NOISE = 0.03  # by which medians of rounds may differ for no reason
+_NOISE = 0.04  # by which medians of many rounds may differ for no reason; those of few by more
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -159,16 +159,17 @@ def _check_points(tokens: Sequence[int], seconds: Sequence[float]) -> None:
             )
 
 
-def _isotonic(values: Sequence[float]) -> np.ndarray:
-    """The non-decreasing sequence nearest to `values` in least squares, by pooling adjacent violators."""
-    pools: list[tuple[float, int]] = []  # mean and size
-    for value in values:
+def _isotonic(values: Sequence[float], weights: Sequence[float] | None = None) -> np.ndarray:
+    """The non-decreasing sequence nearest to `values` in (weighted) least squares, by pooling adjacent violators."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight and size
+    for value, weight in zip(values, weights or [1.0] * len(values)):
         mean, size = float(value), 1
         while pools and pools[-1][0] >= mean:
-            other, count = pools.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
-        pools.append((mean, size))
-    return np.repeat([mean for mean, _ in pools], [size for _, size in pools])
+            other, other_weight, count = pools.pop()
+            mean = (mean * weight + other * other_weight) / (weight + other_weight)
+            weight, size = weight + other_weight, size + count
+        pools.append((mean, weight, size))
+    return np.repeat([mean for mean, _, _ in pools], [size for _, _, size in pools])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -217,28 +218,33 @@ class CurveLearner:
         if base is not None:
             self._curve = base.refined(medians)
         else:
-            self._curve = ThroughputCurve.from_seconds(_knots(medians)) if medians else None
+            counts = {b: self.count(b) for b in medians}
+            self._curve = ThroughputCurve.from_seconds(_knots(medians, counts)) if medians else None
         self._base = base
         return self._curve
 
 
-def _knots(points: Mapping[int, float]) -> dict[int, float]:
-    """Those of `{tokens: seconds}` that matter: straight lines between them miss no other by more than `_NOISE`.
+def _knots(medians: Mapping[int, float], counts: Mapping[int, int]) -> dict[int, float]:
+    """Those of `{tokens: seconds}` that matter: straight lines between them miss no other by more than its noise.
 
     Medians of a few rounds differ by some percent of themselves, and the schedule would take every such bump for a step
-    at which more drafts stop to pay. (Douglas and Peucker 1973.)
+    at which more drafts stop to pay. So counts that are rarely seen give way to their neighbours: in the isotonic
+    regression, weighted by `counts`, and in what they must differ by. (Douglas and Peucker 1973.)
     """
-    tokens = sorted(points)
-    kept = {tokens[0], tokens[-1]}
+    tokens = sorted(medians)
+    rising = _isotonic([medians[b] for b in tokens], [counts[b] for b in tokens])
+    allowed = [_NOISE * (1 + 2 / math.sqrt(counts[b])) for b in tokens]
+    kept = {0, len(tokens) - 1}
     spans = [(0, len(tokens) - 1)]
     while spans:
         low, high = spans.pop()
-        ends = [tokens[low], tokens[high]], [points[tokens[low]], points[tokens[high]]]
-        misses = {i: abs(np.interp(tokens[i], *ends) / points[tokens[i]] - 1) for i in range(low + 1, high)}
-        if misses and misses[worst := max(misses, key=misses.__getitem__)] > _NOISE:
-            kept.add(tokens[worst])
+        line = np.interp(tokens[low : high + 1], [tokens[low], tokens[high]], [rising[low], rising[high]])
+        misses = np.abs(line / rising[low : high + 1] - 1) / allowed[low : high + 1]
+        worst = low + int(misses.argmax())
+        if misses[worst - low] > 1:
+            kept.add(worst)
             spans += [(low, worst), (worst, high)]
-    return {b: points[b] for b in sorted(kept)}
+    return {tokens[i]: float(rising[i]) for i in sorted(kept)}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from .data import DSparkDataset
 from .trainer import DSparkTrainer
 
 _STRATA = 8  # measured steps: one from each eighth of the run's steps, sorted by their size
+_EVALUATED = 32  # batches
 _WARM_UP = 2  # steps before them; they have the largest batch, so that memory has peaked and is reused afterwards
 _LOOK_AHEAD = 512  # steps of the run whose sizes are looked at
 
@@ -186,11 +187,14 @@ def _evaluations(args: Any, steps: int, dataset: DSparkDataset | None) -> int:
 
 
 def _evaluation_seconds(probe: DSparkTrainer, dataset: DSparkDataset) -> float:
-    """From a few batches; the held-out samples are in random order. Before them the longest ones, for their memory."""
+    """From some batches; the held-out samples are in random order. Before them the longest ones, for their memory.
+
+    Every batch has shapes of its own, and on a CPU the heap grows with them for a while: eight are too few to see it.
+    """
     batch = probe.args.eval_batch_size * probe.args.world_size
     longest = sorted(dataset.samples, key=lambda sample: len(sample[0]))[-batch:]
     probe.evaluate(DSparkDataset(longest, dataset.num_anchors, dataset.seed))
-    measured = min(len(dataset), _STRATA * batch)
+    measured = min(len(dataset), _EVALUATED * batch)
     part = DSparkDataset(dataset.samples[:measured], dataset.num_anchors, dataset.seed)
     start = _now()[0]
     probe.evaluate(part)
