@@ -82,6 +82,18 @@ def test_rows_scheduled_to_zero_are_drafted_all_the_same(target, unpaused):
     assert all(len(row.confidences[i]) == 5 for row in rows for i in range(row.rounds - 6))
 
 
+def test_no_position_is_drafted_that_is_never_verified(target, unpaused):
+    """Where tokens are dear, blocks end one past what the newest schedules used; the texts stay the plain ones."""
+    draft = scheduled(target, ThroughputCurve.from_points({b: 1 / b**0.8 for b in range(1, 60)}))
+    plain = target.generate(prompts(), max_new_tokens=40)
+    assert torch.equal(run(target, draft, new_tokens=40), plain)
+    rows = draft.last_stats.rows
+    drafted = [len(row.confidences[i]) for row in rows for i in range(row.rounds - 6)]
+    used = [row.proposed[i] for row in rows for i in range(row.rounds - 6)]
+    assert max(used) > 0 and drafted[0] == 5 and min(drafted) < 5
+    assert all(length <= depth for length, depth in zip(used, drafted))
+
+
 def test_the_lagged_policy(target):
     draft = scheduled(target, scheduler=PrefixScheduler("lagged", probe_every=3))
     plain = target.generate(prompts(), max_new_tokens=20)

@@ -143,9 +143,9 @@ def test_a_schedule_that_looks_at_the_drafts_is_rejected(target, monkeypatch):
     """A row keeps its drafts only if they are likely ones: known after they were drawn, so it biases the text."""
     propose = BatchCandidateGenerator.propose_rows
 
-    def anticipating(self, requests, reason, decide):
+    def anticipating(self, requests, reason, decide, depth):
         blocks = []
-        for block in propose(self, requests, reason, decide):
+        for block in propose(self, requests, reason, decide, depth):
             if block.length:
                 chances = block.probabilities.gather(1, block.token_ids[0][:, None])[:, 0]
                 likely = chances > block.probabilities.amax(-1) * 0.7
