@@ -152,6 +152,8 @@ class Pacer:
     * **Length** (paper §3.2): a known curve, charged with the draft's seconds, and the confidences decide.
     * **Never slower**: a round's gain is the plain steps it replaces less the time it took, both measured. When the
       account is empty, drafting pauses, and tries again for two or three rounds after 8, 16, 32, then every 64 steps.
+      With many requests, what the newest rounds of as many gained, of earlier calls too, sets where the account begins.
+    * **Depth**: many requests are drafted one position past what their newest schedules used.
     * **Timing**: three early rounds are plain steps, to know what they cost, and one in 64 later.
 
     All of it uses earlier rounds only, so it never depends on which token is drafted. With `draft.throughput` set, all
