@@ -259,7 +259,7 @@ def test_many_requests_learn_with_short_blocks():
     assert without.plan(BLOCK, 3).keep is None and without.decider(without.plan(BLOCK, 3)) is None
 
 
-def play_many(pacer, rounds, committed, requests=4, depth=None):
+def play_many(pacer, rounds, committed, requests=4):
     """Rounds of `requests` requests in which a drafted one takes 1.4 plain steps; returns the plans."""
     plans = []
     for _ in range(rounds):

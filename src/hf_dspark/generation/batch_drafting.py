@@ -103,12 +103,12 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             elif limit == 0:
                 blocks[i] = self.empty_block(request.ids, "length budget")
             elif self.row_context_tokens[request.row]:
-                limits[i] = limit if depth is None else min(limit, depth)
+                limits[i] = limit
         if not limits:
             return blocks
         drafting = [requests[i] for i in limits]
-        cut = depth  # a row that has so many drafts has a full block for this round
-        depth = max(limits.values())
+        longest = max(limits.values())
+        depth = longest if depth is None else min(depth, longest)
         tokens: list[torch.Tensor] = []  # int64 [D] each
         rows: list[torch.Tensor] = []  # q [D, V], or the top logits [D] when greedy
         seen: list[torch.Tensor] = []  # confidence logits [D]
@@ -119,8 +119,7 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
             self._waiting.clear()
         lengths = torch.tensor([min(limit, len(tokens)) for limit in limits.values()])
         reasons = [
-            "exception" if len(tokens) < limit else self._reason(self.limit if limit == cut else limit, reason)
-            for limit in limits.values()
+            "exception" if len(tokens) < min(limit, depth) else self._reason(limit, reason) for limit in limits.values()
         ]
         logits = torch.stack(seen, dim=1).to("cpu", torch.float64) if seen else None  # [D, depth]
         confidences = None if logits is None else self._calibrated(logits)
@@ -146,7 +145,7 @@ class BatchCandidateGenerator(DSparkCandidateGenerator):
         for d, (i, limit) in enumerate(limits.items()):
             length = int(lengths[d])
             ids = requests[i].ids
-            scheduled = limit if reasons[d] == "exception" else length
+            scheduled = min(limit, depth) if reasons[d] == "exception" else length
             block = self.empty_block(ids, reasons[d], scheduled)
             if logits is not None and confidences is not None:
                 block = block._replace(

@@ -358,7 +358,7 @@ class Pacer:
         # Chance evens out over many requests: what is left of it falls with the root, and so does the evidence needed.
         gain = committed / requests - min(seconds, _OUTLIER * usual) / plain
         if math.isfinite(gain):
-            if self.frozen is None:
+            if self.packed and self.frozen is None:  # `_look_out` reads them
                 self.times.add_gain(gain, requests)
             self.credit = min(self.credit + math.sqrt(requests) * gain, self.most_credit)
         if self.credit >= _START:

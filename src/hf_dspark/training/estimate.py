@@ -21,7 +21,7 @@ from .data import DSparkDataset
 from .trainer import DSparkTrainer
 
 _STRATA = 8  # measured steps: one from each eighth of the run's steps, sorted by their size
-_EVALUATED = 32  # batches
+_EVALUATED = 32  # measured batches of the held-out data
 _WARM_UP = 2  # steps before them; they have the largest batch, so that memory has peaked and is reused afterwards
 _LOOK_AHEAD = 512  # steps of the run whose sizes are looked at
 
